@@ -21,9 +21,9 @@ from spire.service.heap import keep_freed_memory
 from spire.service.process import announce, keep_announcing, on_passing_thread, run, stop_signal
 
 # isort: split
-from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
 from draft_service.embeddings import ask_embeddings, is_kept, kept_embeddings
+from draft_service.follower import Follower, subscription
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
 from draft_service.requests import Requests
@@ -70,14 +70,12 @@ async def serve(config: DraftServiceConfig) -> None:
         drafter = on_passing_thread(lambda: _drafter(draft, backend, config, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
-        worker = Worker(
-            drafter, config.wait_ms / 1000, lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop)
-        )
-        requests = Requests(draft_pb2_grpc.DraftingStub(channel), draft_id, worker)
+        worker = Worker(drafter, config.wait_ms / 1000, lambda ids: loop.call_soon_threadsafe(follower.resync, ids))
         drafter.q_ring = lambda: follower.q_ring
-        request = subscription(draft_id, draft.draft)
+        request, requests = subscription(draft_id, draft.draft), Requests(worker)
         request.draft.CopyFrom(describe(draft_id, config.draft, drafter))
-        follower = Follower(stub, request, worker, config.shared_memory, drafter.device)
+        drafting = draft_pb2_grpc.DraftingStub(channel)
+        follower = Follower(drafting, request, worker, requests, config.shared_memory, drafter.device)
         worker.start()
         try:
             await _run(config, server, follower, requests, worker, join(config.host, port))
@@ -147,19 +145,18 @@ async def _run(
     def well() -> bool:
         return not worker.pace.is_stuck(_STUCK_SECONDS)
 
-    running = (follower.run(), requests.run(), stop_signal(), keep_reporting(healthy, well))
-    following, asked, stopping, reporting = (asyncio.create_task(each) for each in running)
+    running = (follower.run(), stop_signal(), keep_reporting(healthy, well))
+    following, stopping, reporting = (asyncio.create_task(each) for each in running)
     await asyncio.sleep(0)  # signal handlers are installed before the address is announced
     log.info("listening", address=at, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
     announce(config.ready_file, at)
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
     try:
-        await asyncio.wait({following, asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (following, asked):  # both tasks end only with an error
-            if task.done():
-                task.result()
+        await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():  # it ends only with an error
+            following.result()
     finally:
-        for task in (following, asked, stopping, reporting, telling):
+        for task in (following, stopping, reporting, telling):
             task.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)

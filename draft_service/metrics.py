@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from draft_service.activations import Follower
+from draft_service.follower import Follower
 from draft_service.replies import Replies
 from draft_service.worker import Worker
 from spire.service.process_metrics import register_process
@@ -26,7 +26,9 @@ class DraftCollector(Collector):
         )
         yield GaugeMetricFamily("spire_draft_sequences", "Sequences remembered.", value=len(drafter.slots))
         yield GaugeMetricFamily(
-            "spire_draft_following", "1 while the verifier's activations arrive.", value=self._follower.following
+            "spire_draft_following",
+            "1 while the stream to the verifier is open.",
+            value=self._follower.following,
         )
         yield CounterMetricFamily(
             "spire_draft_busy_seconds", "Seconds the model thread worked.", value=self._worker.busy_seconds

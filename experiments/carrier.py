@@ -35,7 +35,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import grpc
 import torch
@@ -45,8 +45,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from draft_service.activations import Follower
 from draft_service.drafter import Verified
+from draft_service.follower import Follower
+from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.perf.hardware import Cost
 from spire.perf.loopback import wire_cost
@@ -54,10 +55,10 @@ from spire.rpc.carrier import CUDA_IPC, INLINE, SHARED_MEMORY, Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
-from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc
 from verifier_service.feed.delivery import Delivery, Picked
 from verifier_service.feed.subscriber import Subscriber
-from verifier_service.serve.service import MAX_RING_BYTES
+from verifier_service.serve.draft_connections import MAX_RING_BYTES
 
 console = Console(stderr=True)
 
@@ -198,13 +199,15 @@ async def follow(shape: Shape, carrier: str, rounds: int, port: int, directory: 
     worker = TimedWorker(drafter, wait_seconds=0, on_gap=print)
     worker.start()
     async with connect(f"127.0.0.1:{port}") as channel:
-        stub = rpc.VerifierStub(channel)
         shared = str(directory) if carrier in (SHARED_MEMORY, CUDA_IPC) else ""
         device = DEVICE if carrier == CUDA_IPC else CPU
-        follower = Follower(stub, pb.ActivationsRequest(draft_id="draft"), worker, shared, device=device)
+        stub, nobody_asks = rpc.DraftingStub(channel), cast(Requests, None)
+        follower = Follower(stub, pb.Subscription(draft_id="draft"), worker, nobody_asks, shared, device)
         following = asyncio.create_task(follower.run())
+        while not follower.following:  # noqa: ASYNC110 - plain data
+            await asyncio.sleep(0.01)
         for _ in track(range(rounds + WARM_UP), f"{shape.name}, {carrier}", console=console, transient=True):
-            await stub.Resync(pb.ResyncRequest(), wait_for_ready=True)
+            follower.resync([])
             await asyncio.to_thread(drafter.whole.get)
             await asyncio.sleep(PAUSE_SECONDS)
         following.cancel()
@@ -258,21 +261,20 @@ class Arrivals:
 # --- the verifier's side ------------------------------------------------------------------------------------------
 
 
-class Rounds(rpc.VerifierServicer):
-    """Each Resync is answered by the next round on the Activations stream."""
+class Rounds(rpc.DraftingServicer):
+    """Each Resync is answered by the next round."""
 
     def __init__(self, shape: Shape, directory: Path):
         self._shape, self._directory = shape, directory
         self._rows_RND = shape.tensor()
         self._asked: queue.SimpleQueue[Callable[[Delivery], None]] = queue.SimpleQueue()
-        self._subscribed = asyncio.Event()
-        self._subscriber: Subscriber | None = None
         self.sent: list[tuple[int, int]] = []
         threading.Thread(target=self._model_thread, daemon=True).start()
 
-    async def Activations(
-        self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.ActivationsResponse]:
+    async def Follow(
+        self, messages: AsyncIterator[pb.DraftMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DraftPacket]:
+        request = (await anext(messages)).subscription
         await context.send_initial_metadata(())
         ring = None
         if request.host == host_id():
@@ -281,17 +283,17 @@ class Rounds(rpc.VerifierServicer):
                 ring = TimedRing(self._directory, size, DEVICE if on_gpu else None)
             except OSError:  # then it does not come by the carrier that is measured, which is noticed
                 ring = TimedRing(self._directory, size)
-            yield pb.ActivationsResponse(ring=ring.offer)
-        self._subscriber = Subscriber(asyncio.get_running_loop(), lambda deliver: None, ring)
-        self._subscribed.set()
-        async for message in self._subscriber.messages():
-            yield message
+            yield pb.DraftPacket(ring=ring.offer)
+        subscriber = Subscriber(asyncio.get_running_loop(), lambda deliver: None, ring)
+        reading = asyncio.create_task(self._read(messages, subscriber))
+        async for packet in subscriber.packets():
+            yield packet
+        reading.cancel()
 
-    async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
-        await self._subscribed.wait()
-        assert self._subscriber is not None
-        self._asked.put(self._subscriber.deliver)
-        return pb.ResyncResponse()
+    async def _read(self, messages: AsyncIterator[pb.DraftMessage], subscriber: Subscriber) -> None:
+        async for _ in messages:
+            self._asked.put(subscriber.deliver)
+        subscriber.close()
 
     def _model_thread(self) -> None:
         with torch.inference_mode():
@@ -319,7 +321,7 @@ class TimedRing(Ring):
 async def serve_rounds(shape: Shape, rounds: int, directory: Path) -> None:
     """Print the port; when standard input ends, when each round was sent and copied."""
     server, servicer = new_server(), Rounds(shape, directory)
-    rpc.add_VerifierServicer_to_server(servicer, server)
+    rpc.add_DraftingServicer_to_server(servicer, server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
     await asyncio.to_thread(sys.stdin.read)

@@ -1,6 +1,6 @@
 """Ring buffers in shared memory, which carry activations and q between verifier and draft on one host.
 
-The verifier creates the rings and names them in the first response of a subscription; the draft opens them. A tensor is
+The verifier creates the rings and names them in the first packet to a draft; the draft opens them. A tensor is
 copied into a ring once, and gRPC carries its position and length only (`Ring` and `RingSlice` in verifier.proto).
 
 - Activations, from the verifier to the draft: `Ring` and `RingReader`. Every row is needed, so the reader publishes how
@@ -36,7 +36,7 @@ from spire.errors import InvalidRequest
 from spire.rpc import cuda_ipc
 from spire.rpc.host import own_directory
 from spire.rpc.tensors import copy_to, from_wire
-from spire.v1 import tensor_pb2, verifier_pb2 as pb
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2 as pb
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
@@ -167,14 +167,14 @@ class Ring(_Made):
 class RingReader(_Opened):
     """The reading end of a ring buffer for activations. `gpu` is the GPU whose memory holds the ring, if any."""
 
-    def rows(self, message: pb.ActivationsResponse) -> Tensor:
-        """Return the activations of a message: a view of the ring, valid until `release`, or a copy of inline bytes.
+    def rows(self, packet: draft_pb2.DraftPacket) -> Tensor:
+        """Return the activations of a packet: a view of the ring, valid until `release`, or a copy of inline bytes.
 
         Raises InvalidRequest for a slice outside the ring, and if length, shape and dtype disagree.
         """
-        if not message.slice.length and message.slice.position < _NO_POSITION:
-            return from_wire(message.rows)
-        return from_wire(message.rows, data=_view(self._bytes, message.slice, _ALIGNMENT))
+        if not packet.slice.length and packet.slice.position < _NO_POSITION:
+            return from_wire(packet.rows)
+        return from_wire(packet.rows, data=_view(self._bytes, packet.slice, _ALIGNMENT))
 
     def release(self, taken: pb.RingSlice) -> None:
         """Mark the slice `taken` and all earlier slices as read, so that the writer may reuse their memory."""

@@ -20,12 +20,10 @@ from spire.rpc.trust import ANYBODY, Trust
 
 # A peer of another version would ignore fields that it does not know: rules, adjustments, logprobs, salts, shared q, or
 # the owner of released sequences.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-# In the metadata of a draft's Requests: the draft's id.
-DRAFT_METADATA_KEY = "spire-draft"
 # In the metadata of a gateway's Rounds: the gateway's id, and the number of streams that it opened before.
 GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"

@@ -26,11 +26,16 @@ if _version_not_supported:
 
 
 class DraftingStub(object):
-    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
-    the metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier. A draft opens one stream, and all that the two say to each other travels on it, in order:
+    1. The draft sends its Subscription.
+    2. The verifier sends packets: first of all the sink and the window of each sequence that names this draft, then the
+    activations of newly committed positions, and the requests to draft from there on. A request often comes in one
+    packet with the activations that it needs.
+    3. The draft answers each request with a DraftReply. It may ask for a replay (Resync) at any time.
+    The newest stream of a draft id is the one that counts: older ones are ended.
 
-    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
-    speed and never a request. Its memory of a sequence ends when the verifier says so.
+    All that a draft knows of a sequence came in packets and can come again, so losing it costs speed and never a
+    request. Its memory of a sequence ends when the verifier says so.
     """
 
     def __init__(self, channel):
@@ -39,22 +44,27 @@ class DraftingStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Requests = channel.stream_stream(
-                '/spire.v1.Drafting/Requests',
-                request_serializer=spire_dot_v1_dot_draft__pb2.DraftReply.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_draft__pb2.DraftRequest.FromString,
+        self.Follow = channel.stream_stream(
+                '/spire.v1.Drafting/Follow',
+                request_serializer=spire_dot_v1_dot_draft__pb2.DraftMessage.SerializeToString,
+                response_deserializer=spire_dot_v1_dot_draft__pb2.DraftPacket.FromString,
                 _registered_method=True)
 
 
 class DraftingServicer(object):
-    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
-    the metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier. A draft opens one stream, and all that the two say to each other travels on it, in order:
+    1. The draft sends its Subscription.
+    2. The verifier sends packets: first of all the sink and the window of each sequence that names this draft, then the
+    activations of newly committed positions, and the requests to draft from there on. A request often comes in one
+    packet with the activations that it needs.
+    3. The draft answers each request with a DraftReply. It may ask for a replay (Resync) at any time.
+    The newest stream of a draft id is the one that counts: older ones are ended.
 
-    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
-    speed and never a request. Its memory of a sequence ends when the verifier says so.
+    All that a draft knows of a sequence came in packets and can come again, so losing it costs speed and never a
+    request. Its memory of a sequence ends when the verifier says so.
     """
 
-    def Requests(self, request_iterator, context):
+    def Follow(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,10 +73,10 @@ class DraftingServicer(object):
 
 def add_DraftingServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Requests': grpc.stream_stream_rpc_method_handler(
-                    servicer.Requests,
-                    request_deserializer=spire_dot_v1_dot_draft__pb2.DraftReply.FromString,
-                    response_serializer=spire_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=spire_dot_v1_dot_draft__pb2.DraftMessage.FromString,
+                    response_serializer=spire_dot_v1_dot_draft__pb2.DraftPacket.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -77,15 +87,20 @@ def add_DraftingServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Drafting(object):
-    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
-    the metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier. A draft opens one stream, and all that the two say to each other travels on it, in order:
+    1. The draft sends its Subscription.
+    2. The verifier sends packets: first of all the sink and the window of each sequence that names this draft, then the
+    activations of newly committed positions, and the requests to draft from there on. A request often comes in one
+    packet with the activations that it needs.
+    3. The draft answers each request with a DraftReply. It may ask for a replay (Resync) at any time.
+    The newest stream of a draft id is the one that counts: older ones are ended.
 
-    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
-    speed and never a request. Its memory of a sequence ends when the verifier says so.
+    All that a draft knows of a sequence came in packets and can come again, so losing it costs speed and never a
+    request. Its memory of a sequence ends when the verifier says so.
     """
 
     @staticmethod
-    def Requests(request_iterator,
+    def Follow(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -98,9 +113,9 @@ class Drafting(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/spire.v1.Drafting/Requests',
-            spire_dot_v1_dot_draft__pb2.DraftReply.SerializeToString,
-            spire_dot_v1_dot_draft__pb2.DraftRequest.FromString,
+            '/spire.v1.Drafting/Follow',
+            spire_dot_v1_dot_draft__pb2.DraftMessage.SerializeToString,
+            spire_dot_v1_dot_draft__pb2.DraftPacket.FromString,
             options,
             channel_credentials,
             insecure,

@@ -416,48 +416,6 @@ class Timings(_message.Message):
     total_seconds: float
     def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
-class ActivationsRequest(_message.Message):
-    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host", "gpu", "draft")
-    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TAPPED_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    SINK_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    GPU_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FIELD_NUMBER: _ClassVar[int]
-    draft_id: str
-    target_fingerprint: str
-    protocol_version: int
-    tapped_layers: _containers.RepeatedScalarFieldContainer[int]
-    sink: int
-    window: int
-    tokens: bool
-    host: str
-    gpu: str
-    draft: DraftInfo
-    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ..., gpu: _Optional[str] = ..., draft: _Optional[_Union[DraftInfo, _Mapping]] = ...) -> None: ...
-
-class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring")
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RING_FIELD_NUMBER: _ClassVar[int]
-    SLICE_FIELD_NUMBER: _ClassVar[int]
-    Q_RING_FIELD_NUMBER: _ClassVar[int]
-    spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
-    rows: _tensor_pb2.Tensor
-    ended: _containers.RepeatedScalarFieldContainer[str]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    ring: Ring
-    slice: RingSlice
-    q_ring: Ring
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
-
 class Ring(_message.Message):
     __slots__ = ("name", "token", "gpu_handle")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -475,32 +433,6 @@ class RingSlice(_message.Message):
     position: int
     length: int
     def __init__(self, position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
-class ActivationSpan(_message.Message):
-    __slots__ = ("sequence_id", "start", "count", "reset")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    RESET_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: str
-    start: int
-    count: int
-    reset: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., reset: bool = ...) -> None: ...
-
-class ResyncRequest(_message.Message):
-    __slots__ = ("draft_id", "sequence_ids")
-    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    draft_id: str
-    sequence_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, draft_id: _Optional[str] = ..., sequence_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class ResyncResponse(_message.Message):
-    __slots__ = ("unknown",)
-    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    unknown: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, unknown: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("sequence_ids",)

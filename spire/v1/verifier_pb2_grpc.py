@@ -34,11 +34,10 @@ class VerifierStub(object):
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
-    3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
-    that Start names.
+    3. The verifier sends the activations of the sink and the last window to the draft that Start names (draft.proto).
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    5. The verifier has the draft guess, runs one forward, applies the rule, commits, answers
     VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
@@ -77,16 +76,6 @@ class VerifierStub(object):
                 request_serializer=spire_dot_v1_dot_verifier__pb2.RoundsRequest.SerializeToString,
                 response_deserializer=spire_dot_v1_dot_verifier__pb2.RoundsResponse.FromString,
                 _registered_method=True)
-        self.Activations = channel.unary_stream(
-                '/spire.v1.Verifier/Activations',
-                request_serializer=spire_dot_v1_dot_verifier__pb2.ActivationsRequest.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_verifier__pb2.ActivationsResponse.FromString,
-                _registered_method=True)
-        self.Resync = channel.unary_unary(
-                '/spire.v1.Verifier/Resync',
-                request_serializer=spire_dot_v1_dot_verifier__pb2.ResyncRequest.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_verifier__pb2.ResyncResponse.FromString,
-                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/spire.v1.Verifier/Release',
                 request_serializer=spire_dot_v1_dot_verifier__pb2.ReleaseRequest.SerializeToString,
@@ -103,11 +92,10 @@ class VerifierServicer(object):
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
-    3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
-    that Start names.
+    3. The verifier sends the activations of the sink and the last window to the draft that Start names (draft.proto).
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    5. The verifier has the draft guess, runs one forward, applies the rule, commits, answers
     VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
@@ -144,18 +132,6 @@ class VerifierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Activations(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Resync(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Release(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -185,16 +161,6 @@ def add_VerifierServicer_to_server(servicer, server):
                     request_deserializer=spire_dot_v1_dot_verifier__pb2.RoundsRequest.FromString,
                     response_serializer=spire_dot_v1_dot_verifier__pb2.RoundsResponse.SerializeToString,
             ),
-            'Activations': grpc.unary_stream_rpc_method_handler(
-                    servicer.Activations,
-                    request_deserializer=spire_dot_v1_dot_verifier__pb2.ActivationsRequest.FromString,
-                    response_serializer=spire_dot_v1_dot_verifier__pb2.ActivationsResponse.SerializeToString,
-            ),
-            'Resync': grpc.unary_unary_rpc_method_handler(
-                    servicer.Resync,
-                    request_deserializer=spire_dot_v1_dot_verifier__pb2.ResyncRequest.FromString,
-                    response_serializer=spire_dot_v1_dot_verifier__pb2.ResyncResponse.SerializeToString,
-            ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
                     request_deserializer=spire_dot_v1_dot_verifier__pb2.ReleaseRequest.FromString,
@@ -217,11 +183,10 @@ class Verifier(object):
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
-    3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
-    that Start names.
+    3. The verifier sends the activations of the sink and the last window to the draft that Start names (draft.proto).
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    5. The verifier has the draft guess, runs one forward, applies the rule, commits, answers
     VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
@@ -332,60 +297,6 @@ class Verifier(object):
             '/spire.v1.Verifier/Rounds',
             spire_dot_v1_dot_verifier__pb2.RoundsRequest.SerializeToString,
             spire_dot_v1_dot_verifier__pb2.RoundsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Activations(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/spire.v1.Verifier/Activations',
-            spire_dot_v1_dot_verifier__pb2.ActivationsRequest.SerializeToString,
-            spire_dot_v1_dot_verifier__pb2.ActivationsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Resync(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/spire.v1.Verifier/Resync',
-            spire_dot_v1_dot_verifier__pb2.ResyncRequest.SerializeToString,
-            spire_dot_v1_dot_verifier__pb2.ResyncResponse.FromString,
             options,
             channel_credentials,
             insecure,

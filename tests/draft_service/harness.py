@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 
-from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
+from draft_service.follower import Follower, subscription
 from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.checkpoints.weights import load_draft
 from spire.model.backends.reference import Reference
 from spire.rpc.channel import connect
-from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb
 from tests.draft_service.conftest import eventually
 from tests.verifier_service.harness import Verifier
 from verifier_service.config import VerifierConfig
@@ -46,7 +47,6 @@ class Following:
     def __init__(self, draft: Path, verifier: Verifier, channel: grpc.aio.Channel, shared: str, top_m: int | None):
         self._directory, self._channel, self._shared, self._top_m = draft, channel, shared, top_m
         self.verifier, self.client = verifier, verifier.client()
-        self._tasks: list[asyncio.Task[None]] = []
         self._round = 0
 
     async def start_draft(self) -> None:
@@ -54,26 +54,22 @@ class Following:
         draft = backend.pack(load_draft(self._directory))
         top_m = self._top_m or draft.config.vocab_size
         drafter = Drafter(draft, 8, top_m, self.verifier.info.max_context, backend)
-        self.worker = Worker(
-            drafter, WAIT_SECONDS, lambda ids: asyncio.run_coroutine_threadsafe(self.follower.resync(ids), loop)
-        )
+        self.worker = Worker(drafter, WAIT_SECONDS, lambda ids: loop.call_soon_threadsafe(self.follower.resync, ids))
         drafter.q_ring = lambda: self.follower.q_ring
-        self.follower = Follower(
-            rpc.VerifierStub(self._channel), subscription(NAME, draft.draft), self.worker, self._shared
-        )
-        self.requests = Requests(draft_pb2_grpc.DraftingStub(self._channel), NAME, self.worker)
+        self.requests = Requests(self.worker)
+        stub, request = draft_pb2_grpc.DraftingStub(self._channel), subscription(NAME, draft.draft)
+        self.follower = Follower(stub, request, self.worker, self.requests, self._shared)
         self.worker.start()
-        self._tasks = [asyncio.create_task(loop) for loop in (self.follower.run(), self.requests.run())]
+        self._following = asyncio.create_task(self.follower.run())
 
         async def ready() -> bool:
-            return self.follower.following and self.requests.connected
+            return self.follower.following
 
         assert await eventually(ready)
 
     async def stop_draft(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        self._following.cancel()
+        await asyncio.wait([self._following])
         self.worker.stop()
 
     async def start(self, name: str, tokens: list[int], sampling: tensor_pb2.Sampling = SAMPLED) -> int:
@@ -84,9 +80,9 @@ class Following:
 
     async def ask(self, *items: draft_pb2.DraftRequestItem) -> list[draft_pb2.DraftReplyItem]:
         """What the draft replies to a request that is the test's own."""
-        replies: asyncio.Queue[draft_pb2.DraftReply] = asyncio.Queue()
-        self.requests.take(draft_pb2.DraftRequest(batch_id=1, items=items), replies)
-        reply = await asyncio.wait_for(replies.get(), 20)
+        made: Future[draft_pb2.DraftReply] = Future()
+        self.requests.take(draft_pb2.DraftRequest(batch_id=1, items=items), made.set_result)
+        reply = await asyncio.wait_for(asyncio.wrap_future(made), 20)
         if not reply.HasField("uniform"):
             return list(reply.items)
         k = len(reply.uniform.tokens) // len(items)

@@ -9,18 +9,19 @@ import re
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 from torch import Tensor
 
-from draft_service.activations import Follower
 from draft_service.drafter import Verified
+from draft_service.follower import Follower
 from spire.rpc.carrier import INLINE, SHARED_MEMORY, Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.tensors import to_wire, without_data
-from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc, verifier_pb2
 from tests.draft_service.conftest import eventually
 from tests.draft_service.test_service import accepted_tokens, complete, wait_until
 from tests.services import Service, Services, running
@@ -119,7 +120,7 @@ def rings_mapped(pid: int) -> int:
     return len(re.findall(r"spire-\w+\.ring", Path(f"/proc/{pid}/maps").read_text()))
 
 
-class LyingVerifier(rpc.VerifierServicer):
+class LyingVerifier(rpc.DraftingServicer):
     """Sends rows at a place outside the ring it offers, and good ones to who asks for inline bytes."""
 
     def __init__(self, directory: Path):
@@ -127,18 +128,19 @@ class LyingVerifier(rpc.VerifierServicer):
         self.hosts: list[str] = []
         self.lost = asyncio.Event()
 
-    async def Activations(
-        self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.ActivationsResponse]:
+    async def Follow(
+        self, messages: AsyncIterator[pb.DraftMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DraftPacket]:
+        request = (await anext(messages)).subscription
         self.hosts.append(request.host)
         await context.send_initial_metadata(())
         spans, rows_RND = [pb.ActivationSpan(sequence_id="a", count=3, reset=True)], torch.ones(3, 1, 64)
         if request.host:
-            yield pb.ActivationsResponse(ring=self.ring.offer)
-            place = pb.RingSlice(position=4096 - 64, length=rows_RND.nbytes)
-            yield pb.ActivationsResponse(spans=spans, rows=without_data(rows_RND), slice=place)
+            yield pb.DraftPacket(ring=self.ring.offer)
+            place = verifier_pb2.RingSlice(position=4096 - 64, length=rows_RND.nbytes)
+            yield pb.DraftPacket(spans=spans, rows=without_data(rows_RND), slice=place)
         else:
-            yield pb.ActivationsResponse(spans=spans, rows=to_wire(rows_RND))
+            yield pb.DraftPacket(spans=spans, rows=to_wire(rows_RND))
         await self.lost.wait()
 
 
@@ -162,12 +164,12 @@ class Absorbed:
 
 async def test_rows_outside_the_ring_are_refused_and_asked_for_inline(tmp_path: Path) -> None:
     server, verifier, worker = new_server(), LyingVerifier(tmp_path), Absorbed()
-    rpc.add_VerifierServicer_to_server(verifier, server)
+    rpc.add_DraftingServicer_to_server(verifier, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with connect(f"127.0.0.1:{port}") as channel:
-        request = pb.ActivationsRequest(draft_id="draft")
-        follower = Follower(rpc.VerifierStub(channel), request, worker, str(tmp_path))  # type: ignore[arg-type]
+        stub, request, nobody_asks = rpc.DraftingStub(channel), pb.Subscription(draft_id="draft"), cast(Any, None)
+        follower = Follower(stub, request, worker, nobody_asks, str(tmp_path))  # type: ignore[arg-type]
         following = asyncio.create_task(follower.run())
         try:
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import draft_service.activations as following_side
-import verifier_service.serve.service as offering_side
+import draft_service.follower as following_side
+import verifier_service.serve.draft_connections as offering_side
 from draft_service.drafter import Drafter
 from draft_service.replies import Replies
 from spire.decoding.drafting import Drafted
@@ -28,7 +28,8 @@ from spire.errors import InvalidRequest
 from spire.rpc import cuda_ipc
 from spire.rpc.carrier import CUDA_IPC, INLINE, SHARED_MEMORY, OverwritingRing, OverwritingRingReader, Ring, RingReader
 from spire.rpc.tensors import without_data
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, verifier_pb2 as pb
+from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import Following, following
 from tests.draft_service.test_requests import DEPTH, carriers, texts
 from tests.paths import ROOT
@@ -144,6 +145,11 @@ async def test_a_draft_that_cannot_open_the_gpus_memory_asks_for_the_hosts(
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "opened", opened(gpu))
     async with following(pair, tmp_path) as both:
+
+        async def subscribed_again() -> bool:
+            return both.follower.subscriptions == 2 and both.follower.following
+
+        assert await eventually(subscribed_again)
         assert {result.drafted for result in await decoded(both, 3)} == {DEPTH}
         assert carriers(both) == {SHARED_MEMORY}
         assert len(gpu) == 2
@@ -307,12 +313,12 @@ READER = """
 import sys, torch
 from pathlib import Path
 from spire.rpc.carrier import RingReader
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, verifier_pb2 as pb
 device = torch.device("cuda:0")
 reader = RingReader(Path(sys.argv[1]), pb.Ring.FromString(bytes.fromhex(input())), device)
 print("open", flush=True)
 while True:
-    came = pb.ActivationsResponse.FromString(bytes.fromhex(input()))
+    came = draft_pb2.DraftPacket.FromString(bytes.fromhex(input()))
     rows = reader.rows(came)
     assert rows.is_cuda
     print(rows.double().sum().item(), flush=True)
@@ -345,7 +351,7 @@ def test_another_process_reads_what_was_gathered_on_the_gpu(tmp_path: Path) -> N
             assert there is not None
             rows.gather(there)
             ring.settle()
-            came = pb.ActivationsResponse(slice=place)
+            came = draft_pb2.DraftPacket(slice=place)
             came.rows.shape.extend(rows.shape)
             came.rows.dtype = 2
             assert float(say(came.SerializeToString())) == taps[seed::3].double().sum().item()

@@ -13,15 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draft_service import activations, worker as module
-from draft_service.activations import Follower
+from draft_service import follower as following_side, worker as module
 from draft_service.drafter import Drafter, Verified
+from draft_service.follower import Follower
 from draft_service.worker import DraftResult, DraftTask, Worker
 from spire.decoding.drafting import Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows
 from spire.errors import OutOfCapacity, UnknownSequence
 from spire.rpc.tensors import to_wire
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2 as pb
 from tests.gateway.conftest import eventually
 
 MOST = 5
@@ -77,7 +77,7 @@ class Endless:
     def __init__(self) -> None:
         self.calls = 0
 
-    def Activations(self, request: object) -> Any:
+    def Follow(self, messages: object) -> Any:
         self.calls += 1
         return self
 
@@ -90,14 +90,18 @@ class Endless:
     async def __aiter__(self) -> Any:
         span = pb.ActivationSpan(sequence_id="a", start=0, count=1)
         while True:
-            yield pb.ActivationsResponse(spans=[span], rows=to_wire(torch.zeros(1, 1, 1)))
+            yield pb.DraftPacket(spans=[span], rows=to_wire(torch.zeros(1, 1, 1)))
             await asyncio.sleep(0.001)
+
+
+def follower_of(verifier: Endless | None, worker: Worker) -> Follower:
+    return Follower(cast(Any, verifier), pb.Subscription(), worker, cast(Any, None), "")
 
 
 async def test_a_draft_that_is_too_slow_subscribes_again_once_it_has_caught_up(slow: tuple[Slow, Worker]) -> None:
     drafter, worker = slow
     verifier = Endless()
-    following = asyncio.create_task(Follower(cast(Any, verifier), pb.ActivationsRequest(), worker, "").run())
+    following = asyncio.create_task(follower_of(verifier, worker).run())
     await asyncio.sleep(1)
     assert (verifier.calls, worker.behind) == (1, True)
     drafter.may.set()
@@ -142,12 +146,12 @@ class Stuck(Endless):
 
     async def __aiter__(self) -> Any:
         await asyncio.sleep(60)
-        yield pb.ActivationsResponse()
+        yield pb.DraftPacket()
 
 
 @pytest.fixture
 def starving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    monkeypatch.setattr(activations, "_STARVED_SECONDS", 0.3)
+    monkeypatch.setattr(following_side, "_STARVED_SECONDS", 0.3)
     worker = Worker(cast(Drafter, Starving()), 0.0, lambda ids: None)
     worker.start()
     yield worker
@@ -159,7 +163,7 @@ async def test_a_stream_that_brings_nothing_is_given_up_if_proposals_wait_for_it
     starving: Worker, asked: bool, again: bool
 ) -> None:
     verifier = Stuck()
-    following = asyncio.create_task(Follower(cast(Any, verifier), pb.ActivationsRequest(), starving, "").run())
+    following = asyncio.create_task(follower_of(verifier, starving).run())
     until = time.monotonic() + (20 if asked else 1.5)
     while time.monotonic() < until and verifier.calls < 2:
         if asked:
@@ -259,16 +263,16 @@ async def test_an_answer_is_not_held_once_it_is_given() -> None:
 
 @pytest.mark.fault(2)
 async def test_a_subscription_broken_while_opening_memory_leaves_no_thread() -> None:
-    follower, may = Follower(cast(Any, None), pb.ActivationsRequest(), cast(Worker, None), ""), threading.Event()
+    follower, may = follower_of(None, cast(Worker, None)), threading.Event()
 
-    def opened(offers: pb.ActivationsResponse) -> tuple[None, None]:
+    def opened(offers: pb.DraftPacket) -> tuple[None, None]:
         may.wait(20)
         return None, None
 
     follower._opened = opened  # type: ignore[method-assign]
     before = threading.active_count()
     for _ in range(4):
-        opening = asyncio.create_task(follower._open(pb.ActivationsResponse()))
+        opening = asyncio.create_task(follower._open(pb.DraftPacket()))
         await asyncio.sleep(0.05)
         opening.cancel()
         with suppress(asyncio.CancelledError):

@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.progress import Progress
 
-from spire.rpc.channel import DRAFT_METADATA_KEY, GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 from tests.faults.history import Load, bodies
 from tests.faults.system import System, system
@@ -36,6 +36,7 @@ from tests.paths import ROOT
 
 MODELS = ROOT / "models"
 GROUP = 50
+FOLLOW = "/spire.v1.Drafting/Follow"
 PATIENCE = 60.0
 IDS = ("a", "b", "c", "d", "", "x" * 257, "\x00", "日本")
 INTEGERS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 299, 300, 511, 512, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
@@ -239,23 +240,15 @@ class Fuzz:
         await self._ended(self.verifier.unary_unary("/spire.v1.Verifier/Release")(release, metadata=metadata))
 
     async def _guess(self) -> None:
-        wires = self.hostile.stream(lambda: guess(self.rng))
+        """Replies and Resyncs of a draft whose subscription is right."""
+        resync = draft_pb2.DraftMessage(resync=draft_pb2.Resync(sequence_ids=self.rng.sample(IDS, 3)))
+        right = lambda: resync if self.rng.random() < 0.1 else draft_pb2.DraftMessage(reply=guess(self.rng))  # noqa: E731
+        wires = [self._subscription().SerializeToString(), *self.hostile.stream(right)]
         self.sent.messages += GROUP
-        metadata = ((DRAFT_METADATA_KEY, self.rng.choice(("d1", "d2", ""))),)
-        await self._stream(self.verifier.stream_stream("/spire.v1.Drafting/Requests")(metadata=metadata), wires)
+        await self._stream(self.verifier.stream_stream(FOLLOW)(), wires)
 
-    async def _calls(self) -> None:
-        resync = lambda: verifier_pb2.ResyncRequest(draft_id="nobody", sequence_ids=self.rng.sample(IDS, 3))  # noqa: E731
-        release = lambda: verifier_pb2.ReleaseRequest(sequence_ids=self.rng.sample(IDS, 3))  # noqa: E731
-        for path, right in (("Resync", resync), ("Release", release), ("GetInfo", verifier_pb2.GetInfoRequest)):
-            for _ in range(GROUP // 10):
-                self.sent.messages += 1
-                call = self.verifier.unary_unary(f"/spire.v1.Verifier/{path}")
-                await self._ended(call(self.hostile.wire(right()), metadata=[(GATEWAY_METADATA_KEY, "fuzz")]))
-
-    async def _follow(self) -> None:
-        """Subscriptions: one that is taken never ends by itself."""
-        right = verifier_pb2.ActivationsRequest(
+    def _subscription(self) -> draft_pb2.DraftMessage:
+        right = draft_pb2.Subscription(
             draft_id=self.rng.choice(("d1", "d2", "d3")),
             target_fingerprint=self.hostile.fingerprint,
             protocol_version=PROTOCOL_VERSION,
@@ -263,12 +256,23 @@ class Fuzz:
             sink=1,
             window=8,
         )
+        return draft_pb2.DraftMessage(subscription=right)
+
+    async def _calls(self) -> None:
+        release = lambda: verifier_pb2.ReleaseRequest(sequence_ids=self.rng.sample(IDS, 3))  # noqa: E731
+        for path, right in (("Release", release), ("GetInfo", verifier_pb2.GetInfoRequest)):
+            for _ in range(GROUP // 10):
+                self.sent.messages += 1
+                call = self.verifier.unary_unary(f"/spire.v1.Verifier/{path}")
+                await self._ended(call(self.hostile.wire(right()), metadata=[(GATEWAY_METADATA_KEY, "fuzz")]))
+
+    async def _follow(self) -> None:
+        """Subscriptions: one that is taken never ends by itself."""
         for _ in range(GROUP // 10):
             self.sent.messages += 1
-            wrong = verifier_pb2.ActivationsRequest()
-            wrong.CopyFrom(right)
-            call = self.verifier.unary_stream("/spire.v1.Verifier/Activations")(self.hostile.wire(wrong))
+            call = self.verifier.stream_stream(FOLLOW)()
             try:
+                await call.write(self.hostile.wire(self._subscription()))
                 await asyncio.wait_for(call.read(), 0.2)
                 self.sent.answers += 1
                 if not call.done():

@@ -19,7 +19,7 @@ from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, THIS_PROCESS, connect
 from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire, to_wire
-from spire.v1 import tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from verifier_service.engine.batch import RaggedBatch
 from verifier_service.engine.engine import VerifierEngine
 from verifier_service.engine.step import Outcome, PromptChunk
@@ -152,7 +152,7 @@ class Client:
 
 
 class Follower:
-    """A draft's subscription, holding what the messages say it should hold."""
+    """A draft's stream, holding what the packets say it should hold, and replying what a test tells it to."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class Follower:
         self.layers = (1, 2)
         self.rows: dict[str, dict[int, torch.Tensor]] = {}
         self.ended: list[str] = []
-        self.messages: list[pb.ActivationsResponse] = []
-        self.request = pb.ActivationsRequest(
+        self.packets: list[draft_pb2.DraftPacket] = []
+        self.request = draft_pb2.Subscription(
             draft_id=draft_id,
             target_fingerprint=info.target_fingerprint,
             protocol_version=PROTOCOL_VERSION,
@@ -181,38 +181,57 @@ class Follower:
             window=window,
             host=host_id() if shared_memory else "",
         )
-        self._call = rpc.VerifierStub(self.channel).Activations(self.request)
+        self._call = draft_pb2_grpc.DraftingStub(self.channel).Follow()
 
     async def code(self) -> grpc.StatusCode:
         """How the subscription ended."""
         return await self._call.code()
 
     async def subscribed(self) -> None:
+        await self.write(draft_pb2.DraftMessage(subscription=self.request))
         await self._call.initial_metadata()
 
-    async def read(self) -> pb.ActivationsResponse:
-        message = await asyncio.wait_for(self._call.read(), 20)
-        assert isinstance(message, pb.ActivationsResponse), "the stream has ended"
-        self.messages.append(message)
-        self.ended += message.ended
-        if message.ring.name:
+    async def write(self, message: draft_pb2.DraftMessage) -> None:
+        await self._call.write(message)
+
+    async def resync(self, *sequence_ids: str) -> None:
+        await self.write(draft_pb2.DraftMessage(resync=draft_pb2.Resync(sequence_ids=sequence_ids)))
+
+    async def reply(self, reply: draft_pb2.DraftReply) -> None:
+        await self.write(draft_pb2.DraftMessage(reply=reply))
+
+    async def asked(self) -> draft_pb2.DraftRequest:
+        """The next draft request, after all packets before it."""
+        while not (packet := await self.read()).HasField("request"):
+            pass
+        return packet.request
+
+    async def read(self) -> draft_pb2.DraftPacket:
+        packet = await asyncio.wait_for(self._call.read(), 20)
+        assert isinstance(packet, draft_pb2.DraftPacket), "the stream has ended"
+        self.packets.append(packet)
+        self.ended += packet.ended
+        if packet.ring.name:
             assert self.shared_memory is not None
-            self.ring = RingReader(self.shared_memory, message.ring)
-            self.q_ring = OverwritingRing(self.shared_memory, message.q_ring)
-        rows_RND = self._rows(message) if message.spans else torch.empty(0)
+            self.ring = RingReader(self.shared_memory, packet.ring)
+            self.q_ring = OverwritingRing(self.shared_memory, packet.q_ring)
+        rows_RND = self._rows(packet) if packet.spans else torch.empty(0)
         first = 0
-        for span in message.spans:
+        for span in packet.spans:
             if span.reset:
                 self.rows[span.sequence_id] = {}
             for offset in range(span.count):
                 self.rows.setdefault(span.sequence_id, {})[span.start + offset] = rows_RND[first + offset]
             first += span.count
         assert first == len(rows_RND)
-        return message
+        return packet
 
-    def _rows(self, message: pb.ActivationsResponse) -> torch.Tensor:
+    def _rows(self, packet: draft_pb2.DraftPacket) -> torch.Tensor:
         """A copy. What lies in the ring is never released: that is for the test to do."""
-        return self.ring.rows(message).clone() if self.ring else from_wire(message.rows)
+        return self.ring.rows(packet).clone() if self.ring else from_wire(packet.rows)
+
+    def leave(self) -> None:
+        self._call.cancel()
 
     async def close(self) -> None:
         self._call.cancel()

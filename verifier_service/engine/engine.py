@@ -324,10 +324,9 @@ class VerifierEngine:
         self._publish(lambda: self.publisher.subscribe(draft_id, taps, deliver))
         self.steps.tapped_layers = self.publisher.layers
 
-    def replay(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
-        """Resend stored activations of these sequences to the draft. Return the ids without stored activations."""
+    def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
+        """Resend stored activations of these sequences to the draft."""
         self._publish(lambda: self.publisher.replay(draft_id, sequence_ids))
-        return self.publisher.unknown(draft_id, sequence_ids)
 
     def replay_all(self, draft_id: str, deliver: Deliver) -> None:
         self._publish(lambda: self.publisher.replay_all(draft_id, deliver))

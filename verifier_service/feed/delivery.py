@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spire.rpc.tensors import copy_to, host_bytes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2 as pb
 
 _TOKEN_BYTES = 5  # the longest varint of a token
 

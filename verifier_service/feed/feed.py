@@ -20,7 +20,7 @@ from spire.model.cache.pool import Pool
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.limits import MAX_TAPPED_POSITIONS
 from spire.rpc.tensors import host_bytes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2 as pb, verifier_pb2
 from verifier_service.feed.delivery import NO_ROWS, Deliver, Delivery, Picked, spans_of
 
 # The last positions of a copied prompt that are computed nevertheless, at most a draft's window: with their activations
@@ -45,7 +45,7 @@ class Taps:
     tokens: bool = False
 
     @classmethod
-    def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
+    def read(cls, request: pb.Subscription, target: verifier_pb2.GetInfoResponse) -> Taps:
         """Check and convert a subscription. Raises InvalidRequest, or MismatchError naming both services' values."""
         if (theirs := request.protocol_version) != PROTOCOL_VERSION:
             raise MismatchError(f"the draft speaks protocol {theirs}, the verifier {PROTOCOL_VERSION}")

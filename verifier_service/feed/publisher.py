@@ -167,11 +167,6 @@ class Publisher:
         if feed := self.feeds.get(draft_id):
             feed.pause(sequence_ids)
 
-    def unknown(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
-        """Return the ids of the sequences that are not in this draft's feed."""
-        feed = self.feeds.get(draft_id)
-        return [i for i in sequence_ids if feed is None or i not in feed.members]
-
     def replay_all(self, draft_id: str, deliver: Deliver) -> None:
         """Send all stored activations of a draft's sequences to its subscriber, which is new or was too slow."""
         self._keep_later()

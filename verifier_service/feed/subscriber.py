@@ -1,8 +1,10 @@
-"""One draft's subscription to activations: a bounded queue between the model thread and a gRPC stream.
+"""One draft's subscription: a bounded queue between the model thread and the gRPC stream of the draft.
 
-Rows are written to the draft's ring if there is one, and travel inline while the ring is full. A slow draft never
-blocks a step: when its queue exceeds the limit, everything queued is dropped, and once the stream has caught up the
-subscriber asks for a replay, which restores everything that was dropped.
+The queue holds activations and draft requests in the order in which they came; a request joins the activations before
+it in one packet, if those have not been sent yet. Rows are written to the draft's ring if there is one, and travel
+inline while the ring is full. A slow draft never blocks a step: when its queue exceeds the limit, all activations
+queued are dropped, and once the stream has caught up the subscriber asks for a replay, which restores everything that
+was dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Rows
 
 from spire.rpc.carrier import Ring
 from spire.rpc.tensors import to_wire, without_data
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2 as pb, verifier_pb2
 from verifier_service.feed.delivery import Deliver, Delivery, frames
 
 MAX_FRAME_BYTES = 1024 * 1024
@@ -24,7 +26,7 @@ _RING_PART = 3
 
 
 class Subscriber:
-    """The queue of activations for one draft. Runs on the event loop; only `deliver` is called by the model thread."""
+    """The packets for one draft. Runs on the event loop; the model thread calls only `deliver` and `request`."""
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Subscriber:
         max_bytes: int = MAX_PENDING_BYTES,
     ):
         self._loop, self._ask_replay, self._ring, self._max_bytes = loop, ask_replay, ring, max_bytes
-        self._pending: deque[pb.ActivationsResponse] = deque()
+        self._pending: deque[pb.DraftPacket] = deque()
         self._pending_bytes = 0
         # The most bytes that may be queued: `max_bytes` plus the bytes that the last whole replay queued.
         self._limit = max_bytes
@@ -49,9 +51,18 @@ class Subscriber:
             return
         self._loop.call_soon_threadsafe(self._take, list(self._encode(delivery)), delivery.whole_replay)
 
-    def _encode(self, delivery: Delivery) -> Iterator[pb.ActivationsResponse]:
+    def request(self, request: pb.DraftRequest | None) -> None:
+        """Queue a copy of a request, or end the stream if None, on the model thread, which may reuse the message."""
+        if self._closed or self._loop.is_closed():
+            return
+        if request is None:
+            self._loop.call_soon_threadsafe(self.close)
+        else:
+            self._loop.call_soon_threadsafe(self._take_request, pb.DraftPacket(request=request))
+
+    def _encode(self, delivery: Delivery) -> Iterator[pb.DraftPacket]:
         if delivery.ended:
-            yield pb.ActivationsResponse(ended=delivery.ended)
+            yield pb.DraftPacket(ended=delivery.ended)
         if self._ring is None:
             yield from _inline(delivery)
             return
@@ -62,24 +73,31 @@ class Subscriber:
                 continue
             part.rows.gather(there)
             self._ring.settle()
-            yield pb.ActivationsResponse(spans=part.spans, rows=without_data(there), tokens=part.tokens, slice=place)
+            yield pb.DraftPacket(spans=part.spans, rows=without_data(there), tokens=part.tokens, slice=place)
 
     def close(self) -> None:
         self._closed = True
         self._something.set()
 
-    def _take(self, messages: Rows[pb.ActivationsResponse], whole_replay: bool) -> None:
+    def _take_request(self, packet: pb.DraftPacket) -> None:
+        if self._pending and not self._pending[-1].HasField("request"):
+            self._pending[-1].request.CopyFrom(packet.request)
+        else:
+            self._push(packet)
+        self._something.set()
+
+    def _take(self, packets: Rows[pb.DraftPacket], whole_replay: bool) -> None:
         if whole_replay:
             self._drop()
             self._behind = False
             if self._ended:
-                self._push(pb.ActivationsResponse(ended=self._ended))
+                self._push(pb.DraftPacket(ended=self._ended))
                 self._ended = []
-        for message in messages:
+        for packet in packets:
             if self._behind:
-                self._ended += message.ended
+                self._ended += packet.ended
             else:
-                self._push(message)
+                self._push(packet)
         if whole_replay:
             self._limit = self._max_bytes + self._pending_bytes
         elif self._pending_bytes > self._limit:
@@ -87,23 +105,25 @@ class Subscriber:
             self._behind = True
         self._something.set()
 
-    def _push(self, message: pb.ActivationsResponse) -> None:
-        self._pending.append(message)
-        self._pending_bytes += len(message.rows.data)
+    def _push(self, packet: pb.DraftPacket) -> None:
+        self._pending.append(packet)
+        self._pending_bytes += len(packet.rows.data)
 
     def _drop(self) -> None:
-        for message in self._pending:
-            self._ended += message.ended
-        self._pending.clear()
-        self._pending_bytes = 0
+        """Drop the activations in the queue. Requests stay, because the engine waits for their replies."""
+        packets, self._pending, self._pending_bytes = self._pending, deque(), 0
+        for packet in packets:
+            self._ended += packet.ended
+            if packet.HasField("request"):
+                self._push(pb.DraftPacket(request=packet.request))
 
-    async def messages(self) -> AsyncIterator[pb.ActivationsResponse]:
-        """Yield the messages to send until the subscriber is closed."""
+    async def packets(self) -> AsyncIterator[pb.DraftPacket]:
+        """Yield the packets to send until the subscriber is closed."""
         while not self._closed:
             while self._pending:
-                message = self._pending.popleft()
-                self._pending_bytes -= len(message.rows.data)
-                yield message
+                packet = self._pending.popleft()
+                self._pending_bytes -= len(packet.rows.data)
+                yield packet
             if self._behind:
                 self._ask_replay(self.deliver)
             self._something.clear()
@@ -111,7 +131,7 @@ class Subscriber:
                 await self._something.wait()
 
 
-def _inline(delivery: Delivery, place: pb.RingSlice | None = None) -> Iterator[pb.ActivationsResponse]:
+def _inline(delivery: Delivery, place: verifier_pb2.RingSlice | None = None) -> Iterator[pb.DraftPacket]:
     for part in frames(delivery, MAX_FRAME_BYTES):
         rows = to_wire(part.rows.rows_RND)
-        yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)
+        yield pb.DraftPacket(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)

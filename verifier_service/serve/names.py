@@ -58,9 +58,7 @@ class Names:
     def check(self, name: str, context: grpc.aio.ServicerContext) -> None:
         """Raise NotAllowed if a process other than the caller uses this name, InvalidRequest if the name is empty."""
         if not name:
-            raise InvalidRequest(
-                f"the {self._kind} that calls does not say its name: spire-{self._kind} in the metadata"
-            )
+            raise InvalidRequest(f"the {self._kind} does not say its name (a gateway: spire-gateway in the metadata)")
         if name in self._uses and self._uses[name][0] != told(context, CALLER_METADATA_KEY):
             raise NotAllowed(f"another process is {self._kind} {name} now: a name in use cannot be taken over")
 

@@ -170,9 +170,9 @@ async def listening(
     An engine whose model is stuck cannot be stopped: `engine.ended` is then not done afterwards.
     """
     server, healthy = new_server(trust), health.aio.HealthServicer()
-    drafting, drafts = DraftConnections(engine), Drafts(hosted.info, config.self_window, config.self_sink)
-    engine.draft_requests.drafts = drafts
-    service = VerifierService(engine, hosted, config, drafting, drafts)
+    drafts = engine.draft_requests.drafts = Drafts(hosted.info, config.self_window, config.self_sink)
+    service = VerifierService(engine, hosted, config, drafts)
+    drafting = DraftConnections(engine, hosted.info, drafts, config.shared_memory)
     rpc.add_VerifierServicer_to_server(service, server)
     draft_pb2_grpc.add_DraftingServicer_to_server(drafting, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

@@ -17,7 +17,7 @@ from torch import Tensor
 from spire.errors import InvalidRequest
 from spire.rpc.carrier import OverwritingRing, OverwritingRingReader, Ring, RingReader
 from spire.rpc.tensors import to_wire, without_data
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, verifier_pb2 as pb
 from tests.marks import thoroughly
 from tests.paths import ROOT
 from tests.rings import put
@@ -25,11 +25,11 @@ from tests.rings import put
 PAGE = 4096
 
 
-def message(ring: Ring, rows_RND: Tensor) -> pb.ActivationsResponse:
+def message(ring: Ring, rows_RND: Tensor) -> draft_pb2.DraftPacket:
     """As the verifier sends it: the place in the ring, or the bytes."""
     place = put(ring, rows_RND)
     rows = without_data(rows_RND) if place.length else to_wire(rows_RND)
-    return pb.ActivationsResponse(rows=rows, slice=place)
+    return draft_pb2.DraftPacket(rows=rows, slice=place)
 
 
 def rows_of(count: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -43,7 +43,7 @@ def test_rows_arrive_whole_and_in_order_however_late_they_are_read(steps: list[i
     with tempfile.TemporaryDirectory() as name:
         ring = Ring(Path(name), PAGE)
         reader = RingReader(Path(name), ring.offer)
-        unread: deque[tuple[pb.ActivationsResponse, Tensor]] = deque()
+        unread: deque[tuple[draft_pb2.DraftPacket, Tensor]] = deque()
 
         def read() -> None:
             came, expected = unread.popleft()
@@ -71,7 +71,7 @@ def test_what_fits_is_not_in_the_message(tmp_path: Path, dtype: torch.dtype) -> 
     rows = rows_of(10, 1, dtype)
     sent = message(ring, rows)
     assert not sent.rows.data
-    found = reader.rows(pb.ActivationsResponse.FromString(sent.SerializeToString()))
+    found = reader.rows(draft_pb2.DraftPacket.FromString(sent.SerializeToString()))
     assert found.dtype == dtype
     assert torch.equal(found, rows)
 

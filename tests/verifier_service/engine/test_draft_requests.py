@@ -13,9 +13,18 @@ import pytest
 import torch
 
 from spire.model.target import Target
-from spire.rpc.channel import DRAFT_METADATA_KEY, connect
+from spire.rpc.channel import connect
 from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb
-from tests.verifier_service.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of
+from tests.verifier_service.harness import (
+    GREEDY,
+    VOCAB,
+    Client,
+    Follower,
+    Verifier,
+    distribution,
+    plain_greedy,
+    prompt_of,
+)
 from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine import draft_requests
 from verifier_service.engine.batch import RaggedBatch
@@ -29,37 +38,20 @@ HALF = distribution(torch.tensor([[1], [2]]), torch.tensor([[1.0], [0.5]]))
 PATIENCE = 20.0
 
 
-class Draft:
+class Draft(Follower):
     """A draft that is asked, and answers what a test tells it to."""
-
-    def __init__(self, channel: grpc.aio.Channel, draft_id: str = "draft"):
-        self._call = draft_pb2_grpc.DraftingStub(channel).Requests(metadata=((DRAFT_METADATA_KEY, draft_id),))
-
-    async def connected(self) -> None:
-        await self._call.initial_metadata()
-
-    async def asked(self) -> draft_pb2.DraftRequest:
-        order = await asyncio.wait_for(self._call.read(), 20)
-        assert isinstance(order, draft_pb2.DraftRequest), "the stream has ended"
-        return order
 
     async def guess(self, order: draft_pb2.DraftRequest, *proposals: draft_pb2.DraftReplyItem) -> None:
         timings = pb.Timings(forward_seconds=0.25, queue_seconds=0.125)
-        await self._call.write(draft_pb2.DraftReply(batch_id=order.batch_id, items=proposals, timings=timings))
-
-    async def write(self, message: draft_pb2.DraftReply) -> None:
-        await self._call.write(message)
-
-    def leave(self) -> None:
-        self._call.cancel()
+        await self.reply(draft_pb2.DraftReply(batch_id=order.batch_id, items=proposals, timings=timings))
 
 
 @asynccontextmanager
 async def drafting(verifier: Verifier, draft_id: str = "draft") -> AsyncIterator[Draft]:
-    async with connect(verifier.address) as channel:
-        draft = Draft(channel, draft_id)
-        await draft.connected()
-        yield draft
+    draft = Draft(verifier.address, verifier.info, draft_id)
+    await draft.subscribed()
+    yield draft
+    await draft.close()
 
 
 def proposal(name: str, tokens: list[int], q: pb.DraftDistribution | None = None) -> draft_pb2.DraftReplyItem:
@@ -367,18 +359,46 @@ async def test_who_leaves_in_the_midst_of_a_drafted_step_leaves_after_it(verifie
         assert (await result(client)).status.code == tensor_pb2.CODE_OK
 
 
-async def test_a_draft_that_does_not_say_who_it_is_is_refused(verifier: Verifier) -> None:
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([draft_pb2.DraftMessage(reply=draft_pb2.DraftReply(batch_id=1))], "first message is its subscription"),
+        ([draft_pb2.DraftMessage()], "first message is its subscription"),
+        ([], "first message is its subscription"),
+        ([draft_pb2.DraftMessage(subscription=draft_pb2.Subscription())], "speaks protocol 0"),
+    ],
+    ids=["a reply", "an empty message", "nothing", "an empty subscription"],
+)
+async def test_a_stream_that_begins_without_a_subscription_is_refused(
+    verifier: Verifier, messages: list[draft_pb2.DraftMessage], says: str
+) -> None:
     async with connect(verifier.address) as channel:
-        call = draft_pb2_grpc.DraftingStub(channel).Requests()
-        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "spire-draft" in await call.details()
+        call = draft_pb2_grpc.DraftingStub(channel).Follow()
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        assert await call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+        assert says in await call.details()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [draft_pb2.DraftMessage(), draft_pb2.DraftMessage(subscription=draft_pb2.Subscription(draft_id="draft"))],
+    ids=["empty", "a second subscription"],
+)
+async def test_a_message_that_is_neither_reply_nor_resync_ends_the_stream(
+    verifier: Verifier, message: draft_pb2.DraftMessage
+) -> None:
+    async with drafting(verifier) as draft:
+        await draft.write(message)
+        assert await draft.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_guesses_that_nobody_asked_for_are_nothing_to_anybody(verifier: Verifier) -> None:
     client = verifier.client()
     async with drafting(verifier) as draft, drafting(verifier, "other") as other:
         await client.start("a", prompt_of(9), GREEDY, "draft")
-        await draft.write(draft_pb2.DraftReply(batch_id=99, items=[proposal("a", [5])]))
+        await draft.reply(draft_pb2.DraftReply(batch_id=99, items=[proposal("a", [5])]))
         await order(client, block("a", 1, k=1))
         asked = await draft.asked()
         await other.guess(asked, proposal("a", [5, 6, 7]))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from spire.rpc.channel import DRAFT_METADATA_KEY, PROTOCOL_VERSION
+from spire.rpc.channel import PROTOCOL_VERSION
 from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
-from tests.verifier_service.harness import Client, Verifier, prompt_of
+from tests.verifier_service.harness import Client, Follower, Verifier, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until
 
 
-def subscription(verifier: Verifier, **of_draft: Any) -> pb.ActivationsRequest:
+def subscription(verifier: Verifier, **of_draft: Any) -> draft_pb2.Subscription:
     info = {"kind": "spire", "model_name": "small", "vocab_size": verifier.info.vocab_size}
-    return pb.ActivationsRequest(
+    return draft_pb2.Subscription(
         draft_id="one",
         target_fingerprint=verifier.info.target_fingerprint,
         protocol_version=PROTOCOL_VERSION,
@@ -28,6 +29,16 @@ def subscription(verifier: Verifier, **of_draft: Any) -> pb.ActivationsRequest:
     )
 
 
+def follow(client: Client, request: draft_pb2.Subscription) -> grpc.aio.StreamStreamCall:
+    """Subscribe; the stream stays open until it is cancelled."""
+
+    async def messages() -> AsyncIterator[draft_pb2.DraftMessage]:
+        yield draft_pb2.DraftMessage(subscription=request)
+        await asyncio.Event().wait()
+
+    return draft_pb2_grpc.DraftingStub(client.channel).Follow(messages())
+
+
 async def told(client: Client) -> dict[str, bool]:
     """By draft id, whether it can be asked: the next thing that a gateway is told of drafts."""
     while not (response := await asyncio.wait_for(client._call.read(), 20)).HasField("drafts"):
@@ -35,26 +46,24 @@ async def told(client: Client) -> dict[str, bool]:
     return {draft.draft_id: draft.available for draft in response.drafts.drafts}
 
 
-async def test_a_draft_is_listed_while_it_follows_and_askable_once_connected(
-    verifier: Verifier,
-) -> None:
+async def test_a_draft_is_listed_and_askable_while_it_follows(verifier: Verifier) -> None:
     client = verifier.client()
     assert await told(client) == {"magicdec": True}
-    following = client.stub.Activations(subscription(verifier))
-    assert await told(client) == {"magicdec": True, "one": False}
-    asked = draft_pb2_grpc.DraftingStub(client.channel).Requests(metadata=[(DRAFT_METADATA_KEY, "one")])
-    assert await told(client) == {"magicdec": True, "one": True}
-    asked.cancel()
-    assert await told(client) == {"magicdec": True, "one": False}
+    following = follow(client, subscription(verifier))
+    while (drafts := await told(client)) == {"magicdec": True}:
+        pass
+    assert drafts == {"magicdec": True, "one": True}
     following.cancel()
-    assert await told(client) == {"magicdec": True}
+    while "one" in (drafts := await told(client)):
+        pass
+    assert drafts == {"magicdec": True}
 
 
 @pytest.mark.fault(2)
 async def test_a_draft_that_was_too_late_cannot_be_asked_until_it_has_answered(verifier: Verifier) -> None:
-    client = verifier.client()
-    client.stub.Activations(subscription(verifier))
-    asked = draft_pb2_grpc.DraftingStub(client.channel).Requests(metadata=[(DRAFT_METADATA_KEY, "one")])
+    client, draft = verifier.client(), Follower(verifier.address, verifier.info)
+    draft.request.CopyFrom(subscription(verifier))
+    await draft.subscribed()
     while not (await told(client)).get("one"):
         pass
     await client.start("a", prompt_of(9), draft_id="one")
@@ -62,9 +71,9 @@ async def test_a_draft_that_was_too_late_cannot_be_asked_until_it_has_answered(v
     batch.patience_seconds = 0.05
     await client.send(pb.RoundsRequest(verify=batch))
     assert (await told(client))["one"] is False
-    order = await asked.read()
-    await asked.write(draft_pb2.DraftReply(batch_id=order.batch_id))
+    await draft.reply(draft_pb2.DraftReply(batch_id=(await draft.asked()).batch_id))
     assert (await told(client))["one"] is True
+    await draft.close()
 
 
 async def test_however_fast_drafts_change_a_gateway_is_told_the_final_state(verifier: Verifier) -> None:
@@ -94,20 +103,18 @@ async def test_no_draft_goes_by_the_target_s_own_name(verifier: Verifier) -> Non
     client, request = verifier.client(), subscription(verifier)
     request.draft_id = "magicdec"
     with pytest.raises(grpc.aio.AioRpcError, match="the target itself"):
-        await client.stub.Activations(request).read()
+        await follow(client, request).read()
     request.ClearField("draft")
     with pytest.raises(grpc.aio.AioRpcError, match="the target itself"):
-        await client.stub.Activations(request).read()
+        await follow(client, request).read()
     with pytest.raises(grpc.aio.AioRpcError, match="the target itself"):
-        await client.stub.Activations(subscription(verifier, kind="magicdec")).read()
-    asked = draft_pb2_grpc.DraftingStub(client.channel).Requests(metadata=[(DRAFT_METADATA_KEY, "magicdec")])
-    assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await follow(client, subscription(verifier, kind="magicdec")).read()
     assert await told(client) == {"magicdec": True}
 
 
 async def test_gateways_are_told_what_a_draft_says_of_itself(verifier: Verifier) -> None:
     client = verifier.client()
-    client.stub.Activations(subscription(verifier, max_speculation_depth=7, state_bytes_per_sequence=99))
+    following = follow(client, subscription(verifier, max_speculation_depth=7, state_bytes_per_sequence=99))
     while True:
         response = await client._call.read()
         if len(response.drafts.drafts) == 2:
@@ -115,6 +122,7 @@ async def test_gateways_are_told_what_a_draft_says_of_itself(verifier: Verifier)
     one = response.drafts.drafts[1]
     assert (one.kind, one.model_name, one.max_speculation_depth) == ("spire", "small", 7)
     assert one.state_bytes_per_sequence == 99
+    following.cancel()
 
 
 async def test_the_target_is_told_of_as_a_draft_of_its_own(running: Running) -> None:
@@ -136,7 +144,7 @@ async def test_a_draft_that_does_not_belong_is_refused_with_both_values(
 ) -> None:
     client = verifier.client()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await client.stub.Activations(subscription(verifier, **said)).read()
+        await follow(client, subscription(verifier, **said)).read()
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert all(value in (refused.value.details() or "") for value in values)
     assert await told(client) == {"magicdec": True}

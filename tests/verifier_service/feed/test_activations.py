@@ -13,12 +13,12 @@ import torch
 
 from spire.model.target import Target
 from spire.rpc.carrier import Ring
-from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2, tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import GREEDY, Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
 from verifier_service.feed.delivery import Deliver, Delivery, Picked, frames
 from verifier_service.feed.subscriber import MAX_FRAME_BYTES, Subscriber
-from verifier_service.serve.service import MAX_RING_BYTES
+from verifier_service.serve.draft_connections import MAX_RING_BYTES
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -79,7 +79,7 @@ async def test_what_was_quiet_is_sent_with_the_first_block_that_is_not(
     while end - 1 not in follower.rows.get("a", {}):
         await follower.read()
     assert set(follower.rows["mate"]) == kept(20) | {*range(20, end)}, "nobody else is held back"
-    spans = [span for message in follower.messages for span in message.spans if span.sequence_id == "a"]
+    spans = [span for packet in follower.packets for span in packet.spans if span.sequence_id == "a"]
     replays_of_prompt = 1
     assert sum(span.reset for span in spans) == replays_of_prompt + resets
     await assert_holds(follower, target, "a", tokens[:end], kept(end) if resets else kept(20) | {*range(20, end)})
@@ -121,7 +121,7 @@ async def test_the_first_frame_is_the_sink_and_the_window(verifier: Verifier, ta
     follower, client = await verifier.follower(), verifier.client()
     await begin(client, "a", length)
     await assert_holds(follower, target, "a", prompt_of(length), kept(length))
-    assert [span.reset for span in follower.messages[0].spans] == [True, False][: len(follower.messages[0].spans)]
+    assert [span.reset for span in follower.packets[0].spans] == [True, False][: len(follower.packets[0].spans)]
 
 
 async def test_accepted_positions_follow_and_rejected_ones_never_do(verifier: Verifier, target: Target) -> None:
@@ -184,14 +184,14 @@ async def test_a_newer_subscription_ends_the_older(verifier: Verifier, target: T
         await first.read()
 
 
-async def test_resync_replays_what_is_held_and_names_the_rest(verifier: Verifier, target: Target) -> None:
+async def test_a_resync_replays_what_is_held_and_passes_over_the_rest(verifier: Verifier, target: Target) -> None:
     follower, client = await verifier.follower(), verifier.client()
     await begin(client, "a", 20)
     await follower.read()
     follower.rows.clear()
-    request = pb.ResyncRequest(draft_id="draft", sequence_ids=["a", "nobody"])
-    assert list((await client.stub.Resync(request)).unknown) == ["nobody"]
+    await follower.resync("a", "nobody")
     await assert_holds(follower, target, "a", prompt_of(20), kept(20))
+    assert set(follower.rows) == {"a"}
 
 
 async def test_each_draft_gets_its_own_sequences_and_layers(verifier: Verifier, target: Target) -> None:
@@ -227,23 +227,23 @@ async def test_rows_that_find_the_ring_full_come_inline_and_none_is_missing(
         await assert_holds(follower, target, "a", tokens, kept(20) | set(range(20, 75)))
         await assert_holds(follower, target, "b", prompt_of(60), kept(60))
         await assert_holds(follower, target, "c", prompt_of(9), kept(9))
-        inline = [bool(message.rows.data) for message in follower.messages if message.spans]
+        inline = [bool(packet.rows.data) for packet in follower.packets if packet.spans]
         assert inline[0] is False
         assert inline[-1] is True
-        assert all(message.rows.data == b"" for message in follower.messages if message.slice.length)
+        assert all(packet.rows.data == b"" for packet in follower.packets if packet.slice.length)
         assert follower.ring is not None
-        follower.ring.release(follower.messages[-1].slice)
+        follower.ring.release(follower.packets[-1].slice)
         await begin(client, "d", 9)
         await assert_holds(follower, target, "d", prompt_of(9), kept(9))
-        assert follower.messages[-1].slice.length
+        assert follower.packets[-1].slice.length
 
 
 async def test_a_draft_of_another_host_is_offered_no_memory(running: Running, tmp_path: Path) -> None:
     async with running(shared_memory=str(tmp_path)) as verifier:
         follower = Follower(verifier.address, verifier.info)
-        request, channel = follower.request, follower.channel
-        request.host = "another host's boot id"
-        first = await rpc.VerifierStub(channel).Activations(request).read()
+        follower.request.host = "another host's boot id"
+        await follower.subscribed()
+        first = await follower.read()
         assert first.HasField("ring")
         assert not first.ring.name
         await follower.close()
@@ -263,14 +263,13 @@ async def test_a_draft_of_another_host_is_offered_no_memory(running: Running, tm
 )
 async def test_a_draft_of_another_kind_is_refused(verifier: Verifier, change: dict[str, object], said: str) -> None:
     follower = Follower(verifier.address, verifier.info)
-    request = follower.request
-    await follower.close()
     for name, value in change.items():
-        request.ClearField(name)  # type: ignore[arg-type]
-        request.MergeFrom(pb.ActivationsRequest(**{name: value}))  # type: ignore[arg-type]
-    stub = rpc.VerifierStub(verifier.client().channel)
+        follower.request.ClearField(name)  # type: ignore[arg-type]
+        follower.request.MergeFrom(draft_pb2.Subscription(**{name: value}))  # type: ignore[arg-type]
+    await follower.subscribed()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Activations(request).read()
+        await follower.read()
+    await follower.close()
     assert said in str(caught.value.details())
     if "target_fingerprint" in change:
         assert verifier.info.target_fingerprint in str(caught.value.details()), "both values are named"
@@ -278,8 +277,8 @@ async def test_a_draft_of_another_kind_is_refused(verifier: Verifier, change: di
 
 def test_frames_hold_at_most_what_they_may() -> None:
     rows_RND = torch.randn(3000, 2, 256)
-    spans = [pb.ActivationSpan(sequence_id="a", start=4, count=2500, reset=True)]
-    spans.append(pb.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
+    spans = [draft_pb2.ActivationSpan(sequence_id="a", start=4, count=2500, reset=True)]
+    spans.append(draft_pb2.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
     found = list(frames(Delivery(spans, Picked(rows_RND)), MAX_FRAME_BYTES))
     assert all(part.rows.nbytes <= MAX_FRAME_BYTES for part in found)
     assert torch.equal(torch.cat([part.rows.rows_RND for part in found]), rows_RND)
@@ -294,10 +293,10 @@ async def test_an_8b_round_of_64_sequences_is_one_message_in_shared_memory(tmp_p
     """In two the draft waits for the first one's rows before it may look at the second's."""
     ring = Ring(tmp_path, MAX_RING_BYTES)
     subscriber = Subscriber(asyncio.get_running_loop(), lambda replay: None, ring)
-    spans = [pb.ActivationSpan(sequence_id="all", count=220)]
+    spans = [draft_pb2.ActivationSpan(sequence_id="all", count=220)]
     subscriber.deliver(Delivery(spans, Picked(torch.zeros(220, 8, 4096, dtype=torch.bfloat16))))
     await asyncio.sleep(0)
-    sent = await anext(subscriber.messages())
+    sent = await anext(subscriber.packets())
     assert (sent.spans[0].count, sent.slice.length) == (220, 220 * 8 * 4096 * 2)
 
 
@@ -307,20 +306,41 @@ async def test_a_slow_subscriber_loses_its_queue_and_asks_for_a_replay() -> None
     subscriber = Subscriber(asyncio.get_running_loop(), asked.append, max_bytes=100)
 
     def rows(*names: str) -> Delivery:
-        spans = [pb.ActivationSpan(sequence_id=name, count=1) for name in names]
+        spans = [draft_pb2.ActivationSpan(sequence_id=name, count=1) for name in names]
         return Delivery(spans, Picked(torch.zeros(len(names), 1, 15)))
 
     subscriber.deliver(rows("1", "2"))
     subscriber.deliver(Delivery(ended=["x"]))
     subscriber.deliver(rows("3"))
+    subscriber.request(draft_pb2.DraftRequest(batch_id=7))
     subscriber.deliver(Delivery(ended=["y"]))
     await asyncio.sleep(0)
-    messages = subscriber.messages()
-    waiting = asyncio.ensure_future(anext(messages))
+    packets = subscriber.packets()
+    first = await anext(packets)
+    assert (first.request.batch_id, len(first.spans)) == (7, 0), "the engine waits for the reply to a request"
+    waiting = asyncio.ensure_future(anext(packets))
     await asyncio.sleep(0)
     assert asked == [subscriber.deliver]
     assert not waiting.done()
     subscriber.deliver(replace(rows("replay 1", "replay 2"), whole_replay=True))
     subscriber.deliver(Delivery())
     assert list((await waiting).ended) == ["x", "y"]
-    assert [span.sequence_id for span in (await anext(messages)).spans] == ["replay 1", "replay 2"]
+    assert [span.sequence_id for span in (await anext(packets)).spans] == ["replay 1", "replay 2"]
+
+
+async def test_a_request_comes_in_one_packet_with_the_activations_before_it() -> None:
+    subscriber = Subscriber(asyncio.get_running_loop(), lambda replay: None)
+    packets, reused = subscriber.packets(), draft_pb2.DraftRequest()
+    for number, name in enumerate("abc"):
+        spans = [draft_pb2.ActivationSpan(sequence_id=name, count=1)]
+        subscriber.deliver(Delivery(spans, Picked(torch.full((1, 1, 1), float(number)))))
+        reused.batch_id = number
+        subscriber.request(reused)
+    reused.batch_id = 99
+    await asyncio.sleep(0)
+    seen = [await anext(packets) for _ in range(3)]
+    assert [(packet.spans[0].sequence_id, packet.request.batch_id) for packet in seen] == [("a", 0), ("b", 1), ("c", 2)]
+    subscriber.request(None)
+    await asyncio.sleep(0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(packets)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from spire.errors import MismatchError
 from spire.rpc.channel import PROTOCOL_VERSION
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, verifier_pb2 as pb
 from verifier_service.feed import feed as feeds
 from verifier_service.feed.delivery import Delivery, Picked
 from verifier_service.feed.feed import Advance, Feed, Taps
@@ -40,7 +40,7 @@ def told(delivery: Delivery) -> dict[str, dict[int, float]]:
     held: dict[str, dict[int, float]] = {}
     rows = iter(delivery.rows.rows_RND[:, 0, 0].tolist())
     for span in delivery.spans:
-        assert isinstance(span, pb.ActivationSpan)
+        assert isinstance(span, draft_pb2.ActivationSpan)
         if span.reset:
             held[span.sequence_id] = {}
         held[span.sequence_id] |= {span.start + at: next(rows) for at in range(span.count)}
@@ -157,7 +157,7 @@ def test_a_draft_holds_sink_and_window_whoever_was_paused_in_which_rounds(
     def deliver(delivery: Delivery) -> None:
         rows = iter(delivery.rows.rows_RND[:, 0, 0].tolist() if delivery.spans else [])
         for span in delivery.spans:
-            assert isinstance(span, pb.ActivationSpan)
+            assert isinstance(span, draft_pb2.ActivationSpan)
             if span.reset:
                 held[span.sequence_id] = {}
             of = held.setdefault(span.sequence_id, {})
@@ -233,7 +233,7 @@ def test_a_feed_holds_memory_only_for_its_current_sequences() -> None:
 def test_a_draft_asking_for_more_positions_than_needed_is_refused_by_name(sink: int, window: int, fits: bool) -> None:
     target = pb.GetInfoResponse(target_fingerprint="ours", num_layers=32, max_context=8000)
     wanted = {"draft_id": "d", "target_fingerprint": "ours", "protocol_version": PROTOCOL_VERSION}
-    request = pb.ActivationsRequest(**wanted, tapped_layers=[1], sink=sink, window=window)
+    request = draft_pb2.Subscription(**wanted, tapped_layers=[1], sink=sink, window=window)
     if fits:
         assert (Taps.read(request, target).sink, Taps.read(request, target).window) == (sink, window)
     else:
@@ -244,7 +244,7 @@ def test_a_draft_asking_for_more_positions_than_needed_is_refused_by_name(sink: 
 def test_a_draft_that_taps_no_layer_may_see_all_of_the_context() -> None:
     target = pb.GetInfoResponse(target_fingerprint="ours", num_layers=32, max_context=8000)
     wanted = {"draft_id": "d", "target_fingerprint": "ours", "protocol_version": PROTOCOL_VERSION}
-    assert Taps.read(pb.ActivationsRequest(**wanted, tokens=True, window=8000), target).window == 8000
+    assert Taps.read(draft_pb2.Subscription(**wanted, tokens=True, window=8000), target).window == 8000
 
 
 def _resident() -> int:

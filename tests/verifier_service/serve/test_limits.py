@@ -44,12 +44,14 @@ async def test_a_block_of_too_many_items_ends_its_stream_and_no_other(verifier: 
     await assert_decodes(mate, started)
 
 
-async def release(client: Client) -> None:
-    await client.release("mate", *TOO_MANY)
+async def release(verifier: Verifier) -> None:
+    await verifier.client().release("mate", *TOO_MANY)
 
 
-async def resync(client: Client) -> None:
-    await client.stub.Resync(pb.ResyncRequest(draft_id="d", sequence_ids=TOO_MANY))
+async def resync(verifier: Verifier) -> None:
+    follower = await verifier.follower()
+    await follower.resync(*TOO_MANY)
+    await follower.read()
 
 
 CALLS = {"Release": release, "Resync": resync}
@@ -61,7 +63,7 @@ async def test_calls_that_name_too_many_sequences_are_refused(verifier: Verifier
     mate = verifier.client()
     started = await mate.start("mate", prompt_of(5))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await CALLS[call](mate)
+        await CALLS[call](verifier)
     assert_says_the_limit(refused.value)
     await assert_decodes(mate, started)
 

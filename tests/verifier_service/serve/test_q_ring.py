@@ -17,7 +17,6 @@ from spire.rpc.tensors import put as to_wire, without_data
 from spire.v1 import draft_pb2, tensor_pb2 as codes, verifier_pb2 as pb
 from tests.rings import put
 from tests.verifier_service.conftest import Running
-from tests.verifier_service.engine.test_draft_requests import Draft, drafting
 from tests.verifier_service.harness import VOCAB, Client, Follower, Verifier, distribution, prompt_of
 from verifier_service.engine import blocks
 
@@ -128,7 +127,7 @@ async def test_a_place_of_another_size_than_its_numbers_is_refused(running: Runn
 class RingDraft:
     """A draft that replies as the draft service does: q of all at once, in the ring."""
 
-    def __init__(self, draft: Draft, ring: OverwritingRing):
+    def __init__(self, draft: Follower, ring: OverwritingRing):
         self.draft, self.ring = draft, ring
 
     async def guess(
@@ -151,14 +150,13 @@ class RingDraft:
         if ids_BKM is not None:
             q.ids.CopyFrom(without_data(ids_BKM))
             q.ids_slice.CopyFrom(put(self.ring, ids_BKM))
-        await self.draft.write(reply)
+        await self.draft.reply(reply)
 
 
 @asynccontextmanager
 async def told(verifier: Verifier, directory: Path) -> AsyncIterator[RingDraft]:
-    ring = await followed(await verifier.follower(shared_memory=directory))
-    async with drafting(verifier) as draft:
-        yield RingDraft(draft, ring)
+    follower = await verifier.follower(shared_memory=directory)
+    yield RingDraft(follower, await followed(follower))
 
 
 async def of_three(client: Client, number: int) -> list[pb.VerifyResult]:

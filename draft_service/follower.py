@@ -1,14 +1,13 @@
-"""The draft's subscription: one gRPC server stream carries the activations of all sequences of this draft.
+"""The draft's one stream to the verifier: activations and draft requests arrive on it, replies leave on it.
 
-Messages contain the activations, or if verifier and draft share a host, only their positions in a ring buffer in shared
+Packets contain the activations, or if verifier and draft share a host, only their positions in a ring buffer in shared
 memory (in GPU memory if verifier and draft share a GPU). A second ring, likewise, carries q to the verifier.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import structlog
 import torch
 
 from draft_service.drafter import Span, Verified
+from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
@@ -25,7 +25,7 @@ from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire
-from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc, verifier_pb2
 
 _RETRY_SECONDS = 0.2
 # The stream is stuck if requests wait longer than this, and longer than eight of the verifier's steps, for activations:
@@ -39,19 +39,22 @@ log = structlog.get_logger()
 
 
 class Follower:
-    """Subscribes to the verifier's activations, and again after errors. Every subscription begins with a replay."""
+    """Follows the verifier, and again after errors. Every subscription begins with a replay."""
 
     def __init__(
         self,
-        stub: rpc.VerifierStub,
-        request: pb.ActivationsRequest,
+        stub: rpc.DraftingStub,
+        subscription: pb.Subscription,
         worker: Worker,
+        requests: Requests,
         shared_memory: str,
         device: torch.device = torch.device("cpu"),
     ):
-        self._stub, self._request, self._worker = stub, request, worker
+        self._stub, self._subscription, self._worker, self._requests = stub, subscription, worker, requests
         self._shared_memory = Path(shared_memory)
         self._device, host = device, host_id() if shared_memory else ""
+        # The messages to send on the current stream. One queue per stream: a reply must not reach another verifier.
+        self._messages: asyncio.Queue[pb.DraftMessage] = asyncio.Queue()
         # (host, GPU) to send with a subscription: they select the carrier. The fastest carrier comes first.
         gpu = gpu_of(device) if host else ""
         self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
@@ -68,23 +71,25 @@ class Follower:
         """Keep a subscription open, in an endless loop. Raises MismatchError if draft and verifier no longer match."""
         way = 0
         while True:
-            self._request.host, self._request.gpu = self._ways[way]
+            self._subscription.host, self._subscription.gpu = self._ways[way]
             # Use a slower carrier for one subscription only: the next one may reach another verifier.
             tried, way = way, 0
-            call = self._stub.Activations(self._request)
+            self._messages = asyncio.Queue()
+            self._messages.put_nowait(pb.DraftMessage(subscription=self._subscription))
+            call = self._stub.Follow(_sent(self._messages))
             try:
                 await self._subscribed(call)
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                     raise MismatchError(error.details()) from error
                 if self.following or error.code() in _TURNED_AWAY:
-                    log.warning("the verifier's activations stopped", code=error.code().name, reason=error.details())
+                    log.warning("the verifier's stream stopped", code=error.code().name, reason=error.details())
             except (OutOfCapacity, TimeoutError) as error:
                 log.warning("too far behind the verifier: beginning anew", reason=str(error))
                 self._worker.forget_all()
             except (OSError, InvalidRequest) as error:
                 way = min(tried + 1, len(self._ways) - 1)
-                log.warning("activations cannot be taken up: asking for them otherwise", error=str(error))
+                log.warning("packets cannot be taken up: asking for them otherwise", error=str(error))
             finally:
                 self.following, self._ring, self.q_ring = False, None, None
                 call.cancel()
@@ -92,11 +97,11 @@ class Follower:
             while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _subscribed(self, call: grpc.aio.UnaryStreamCall) -> None:
+    async def _subscribed(self, call: grpc.aio.StreamStreamCall) -> None:
         await call.initial_metadata()
         self._worker.forget_all()
         self.following, self.subscriptions = True, self.subscriptions + 1
-        if not self._request.host:
+        if not self._subscription.host:
             self._say_how()
         taking, starving = asyncio.create_task(self._take_all(call)), asyncio.create_task(self._starved())
         try:
@@ -113,25 +118,38 @@ class Follower:
             await asyncio.sleep(_STARVED_SECONDS / 10)
         raise TimeoutError("no activations came while requests waited for them, for longer than the verifier's steps")
 
-    async def _take_all(self, call: grpc.aio.UnaryStreamCall) -> None:
-        async for message in call:
-            if message is None:  # gRPC could not parse the bytes
+    async def _take_all(self, call: grpc.aio.StreamStreamCall) -> None:
+        reply = self._replier()
+        async for packet in call:
+            if packet is None:  # gRPC could not parse the bytes
                 raise InvalidRequest("the verifier sent what cannot be read")
-            if message.HasField("ring"):
-                await self._open(message)
-            if message.ended:
-                self._worker.end(list(message.ended))
-            if message.spans:
-                self._worker.absorb(*self._taken(message))
+            if packet.HasField("ring"):
+                await self._open(packet)
+            if packet.ended:
+                self._worker.end(list(packet.ended))
+            if packet.spans:
+                self._worker.absorb(*self._taken(packet))
+            if packet.HasField("request"):
+                self._requests.take(packet.request, reply)
 
-    async def _open(self, offers: pb.ActivationsResponse) -> None:
+    def _replier(self) -> Callable[[pb.DraftReply], None]:
+        """Return a function that sends a reply on the current stream. Any thread may call the function."""
+        loop, messages = asyncio.get_running_loop(), self._messages
+
+        def reply(message: pb.DraftReply) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(messages.put_nowait, pb.DraftMessage(reply=message))
+
+        return reply
+
+    async def _open(self, offers: pb.DraftPacket) -> None:
         """Map the offered rings on another thread, because mapping touches every page."""
         loop = asyncio.get_running_loop()
         self._ring, self.q_ring = await loop.run_in_executor(self._opening, self._opened, offers)
         self._say_how()
 
-    def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
-        def gpu_of_ring(ring: pb.Ring) -> torch.device | None:
+    def _opened(self, offers: pb.DraftPacket) -> tuple[RingReader | None, OverwritingRing | None]:
+        def gpu_of_ring(ring: verifier_pb2.Ring) -> torch.device | None:
             return self._device if ring.gpu_handle else None
 
         return (
@@ -142,35 +160,41 @@ class Follower:
         )
 
     def _say_how(self) -> None:
-        log.info("following the verifier's activations", subscription=self.subscriptions, carrier=self._carrier)
+        log.info("following the verifier", subscription=self.subscriptions, carrier=self._carrier)
 
     @property
     def _carrier(self) -> str:
         """The carrier of activations: `INLINE` without a ring, else the kind of the ring's memory."""
         return self._ring.carrier if self._ring else INLINE
 
-    def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
-        """Parse a message: return its activations and a function to free their ring slice. Raises InvalidRequest."""
-        spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
-        rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
-        shape, tokens = list(message.rows.shape), list(message.tokens)
+    def _taken(self, packet: pb.DraftPacket) -> tuple[Verified, Callable[[], None]]:
+        """Parse a packet: return its activations and a function to free their ring slice. Raises InvalidRequest."""
+        spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in packet.spans]
+        rows = self._ring.rows(packet) if self._ring else from_wire(packet.rows)
+        shape, tokens = list(packet.rows.shape), list(packet.tokens)
         count = sum([span.count for span in spans])
-        if len(shape) != 3 or shape[0] != count or len(tokens) != (count if self._request.tokens else 0):
+        if len(shape) != 3 or shape[0] != count or len(tokens) != (count if self._subscription.tokens else 0):
             raise InvalidRequest(f"activations of shape {shape} and {len(tokens)} tokens do not fit {count} positions")
-        ring, taken = self._ring, message.slice
-        self.bytes_received[self._carrier if taken.length else INLINE] += taken.length or len(message.rows.data)
+        ring, taken = self._ring, packet.slice
+        self.bytes_received[self._carrier if taken.length else INLINE] += taken.length or len(packet.rows.data)
         return Verified(spans, rows, tokens), (lambda: ring.release(taken)) if ring else (lambda: None)
 
-    async def resync(self, sequence_ids: list[str]) -> None:
-        """Ask the verifier to replay these sequences. Ignore errors: the next subscription begins with a replay."""
-        request = pb.ResyncRequest(draft_id=self._request.draft_id, sequence_ids=sequence_ids)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._stub.Resync(request, timeout=5)
+    def resync(self, sequence_ids: list[str]) -> None:
+        """Ask the verifier to replay these sequences. Without a stream nothing is asked: the next begins with a replay.
+
+        Runs on the event loop.
+        """
+        self._messages.put_nowait(pb.DraftMessage(resync=pb.Resync(sequence_ids=sequence_ids)))
 
 
-def subscription(draft_id: str, draft: DraftConfig) -> pb.ActivationsRequest:
-    """Return the subscription request of a draft with this configuration."""
-    return pb.ActivationsRequest(
+async def _sent(messages: asyncio.Queue[pb.DraftMessage]) -> AsyncIterator[pb.DraftMessage]:
+    while True:
+        yield await messages.get()
+
+
+def subscription(draft_id: str, draft: DraftConfig) -> pb.Subscription:
+    """Return the subscription of a draft with this configuration."""
+    return pb.Subscription(
         draft_id=draft_id,
         target_fingerprint=draft.target_fingerprint,
         protocol_version=PROTOCOL_VERSION,
