@@ -259,6 +259,17 @@ def read_tensors(directory: Path, names: set[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def stores_bfloat16(directory: Path) -> bool:
+    """True if a target's checkpoint stores its weights as bfloat16. Raises the errors of `load_tensors`."""
+    if has_random_weights(directory):
+        return False
+    for file in _files(directory):
+        with _readable(file), safe_open(file, framework="pt") as stored:
+            if stored_name(_EMBEDDING) in stored.keys():  # noqa: SIM118
+                return bool(stored.get_slice(stored_name(_EMBEDDING)).get_dtype() == "BF16")
+    return False
+
+
 def _files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint. Raises CheckpointError if its index is invalid."""
     index, files = directory / "model.safetensors.index.json", [directory / "model.safetensors"]

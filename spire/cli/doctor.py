@@ -256,6 +256,7 @@ def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
     if draft is None or not draft.tapped_layers:
         draft = trained_config(target)
     try:
+        from spire.checkpoints.weights import stores_bfloat16
         from spire.perf.calibrator import PASSES, STEPS, calibrate
     except ImportError as error:
         raise SpireError(f"measuring needs torch: pip install 'spire-serve[model]' ({error})") from error
@@ -265,7 +266,7 @@ def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
         def begin(step: str) -> None:
             progress.update(task, description=f"{step:28}", completed=next(done))
 
-        found = calibrate(target, draft, begin=begin, dtype=dtype)
+        found = calibrate(target, draft, begin=begin, dtype=dtype, narrow=stores_bfloat16(pair.model))
         progress.update(task, completed=next(done))
     save(found, file)
     if as_json:

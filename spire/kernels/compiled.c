@@ -85,18 +85,18 @@ static PyObject *py_attend(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->attend(&work, threads));
 }
 
-/* The address of a weight's values, and of its scales or 0. */
-#define WEIGHT(values, scales) ((Weight){AT(values), AT(scales)})
+/* The address of a weight's values, that of its scales or 0, and 1 for bfloat16 in the place of floats. */
+#define WEIGHT(values, scales, narrow) ((Weight){AT(values), AT(scales), narrow})
 
 static PyObject *py_before_attention(PyObject *self, PyObject *arguments) {
   Address x, norm, weight, scales, cosine, sine, normed, out;
   double eps;
   Before work;
-  int threads;
-  const Kernels *kernels = parse(arguments, "KKKKKKKKdiiiiii", &x, &norm, &weight, &scales, &cosine, &sine, &normed,
+  int threads, narrow;
+  const Kernels *kernels = parse(arguments, "KKKKiKKKKdiiiiii", &x, &norm, &weight, &scales, &narrow, &cosine, &sine, &normed,
                                  &out, &eps, &work.R, &work.D, &work.E, &work.heads, &work.K, &threads);
   if (!kernels) return NULL;
-  work.x = AT(x), work.norm = AT(norm), work.weight = WEIGHT(weight, scales), work.cosine = AT(cosine);
+  work.x = AT(x), work.norm = AT(norm), work.weight = WEIGHT(weight, scales, narrow), work.cosine = AT(cosine);
   work.sine = AT(sine), work.normed = AT(normed), work.out = AT(out), work.eps = (float)eps;
   COMPUTE(kernels->before_attention(&work, threads));
 }
@@ -105,13 +105,15 @@ static PyObject *py_behind_attention(PyObject *self, PyObject *arguments) {
   Address x, attended, norm, output, of_output, gate_up, of_gate_up, down, of_down, hidden, normed, inside, out;
   double eps;
   Behind work;
-  int threads;
+  int threads, output_narrow, gate_up_narrow, down_narrow;
   const Kernels *kernels =
-      parse(arguments, "KKKKKKKKKKKKKdiiiii", &x, &attended, &norm, &output, &of_output, &gate_up, &of_gate_up, &down,
-            &of_down, &hidden, &normed, &inside, &out, &eps, &work.R, &work.D, &work.A, &work.F, &threads);
+      parse(arguments, "KKKKKiKKiKKiKKKKdiiiii", &x, &attended, &norm, &output, &of_output, &output_narrow, &gate_up,
+            &of_gate_up, &gate_up_narrow, &down, &of_down, &down_narrow, &hidden, &normed, &inside, &out, &eps, &work.R,
+            &work.D, &work.A, &work.F, &threads);
   if (!kernels) return NULL;
-  work.x = AT(x), work.attended = AT(attended), work.norm = AT(norm), work.output = WEIGHT(output, of_output);
-  work.gate_up = WEIGHT(gate_up, of_gate_up), work.down = WEIGHT(down, of_down), work.hidden = AT(hidden);
+  work.x = AT(x), work.attended = AT(attended), work.norm = AT(norm), work.output = WEIGHT(output, of_output, output_narrow);
+  work.gate_up = WEIGHT(gate_up, of_gate_up, gate_up_narrow), work.down = WEIGHT(down, of_down, down_narrow);
+  work.hidden = AT(hidden);
   work.normed = AT(normed), work.inside = AT(inside), work.out = AT(out), work.eps = (float)eps;
   COMPUTE(kernels->behind_attention(&work, threads));
 }
@@ -127,10 +129,10 @@ static PyObject *py_norm(PyObject *self, PyObject *arguments) {
 
 static PyObject *py_project(PyObject *self, PyObject *arguments) {
   Address x, values, scales, out;
-  int R, D, E, threads;
-  const Kernels *kernels = parse(arguments, "KKKKiiii", &x, &values, &scales, &out, &R, &D, &E, &threads);
+  int narrow, R, D, E, threads;
+  const Kernels *kernels = parse(arguments, "KKKiKiiii", &x, &values, &scales, &narrow, &out, &R, &D, &E, &threads);
   if (!kernels) return NULL;
-  const Weight weight = WEIGHT(values, scales);
+  const Weight weight = WEIGHT(values, scales, narrow);
   COMPUTE(kernels->project(AT(x), &weight, R, D, E, AT(out), threads));
 }
 
@@ -185,13 +187,14 @@ static int parse_round(PyObject *given, DraftRound *round) {
   Address layers, embedding, norm, unembedding, scales, feedback, positions, slots, bases, cosine, sine, own, scratch;
   Address logits, vocabulary;
   double eps;
-  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &scales,
-                        &feedback, &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &vocabulary, &eps,
+  int narrow;
+  if (!PyArg_ParseTuple(given, "KKKKKiKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &scales,
+                        &narrow, &feedback, &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &vocabulary, &eps,
                         &round->B, &round->k, &round->N, &round->D, &round->H, &round->G, &round->K, &round->F,
                         &round->V, &round->S, &round->window, &round->sink, &round->attends_self))
     return 0;
   round->layers = AT(layers), round->feedback = AT(feedback);
-  round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = WEIGHT(unembedding, scales);
+  round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = WEIGHT(unembedding, scales, narrow);
   round->positions = AT(positions), round->slots = AT(slots), round->bases = AT(bases);
   round->cosine = AT(cosine), round->sine = AT(sine), round->own = AT(own), round->scratch = AT(scratch);
   round->logits = AT(logits), round->vocabulary = AT(vocabulary), round->eps = (float)eps;

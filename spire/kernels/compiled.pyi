@@ -7,9 +7,9 @@ def available() -> list[tuple[int, str, bool, int, int, int]]:
 def uniforms(*work: int) -> None:
     """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T and the purpose."""
 
-# What follows takes the index of the kernels first. A weight is two addresses: of its values, and of its scales, 0
-# unless it is fp8. `sampling`: addresses of temperatures, top_k, top_p, min_p, rules, seeds, choices and bases; ids of
-# the target's vocabulary.
+# What follows takes the index of the kernels first. A weight is two addresses, of its values and of its scales (0
+# unless it is fp8), and 1 if its values are bfloat16 and the model's numbers are floats. `sampling`: addresses of
+# temperatures, top_k, top_p, min_p, rules, seeds, choices and bases; ids of the target's vocabulary.
 
 def attend(kernels: int, *work: int) -> None:
     """Of queries, new keys and new values the address and strides by row, head and position; addresses of keys, values,

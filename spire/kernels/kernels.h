@@ -35,11 +35,12 @@ typedef struct {
   long long slot_stride, head_stride; /* of a pool, in which a head's positions are contiguous */
 } Attention;
 
-/* A weight in blocks of [E, D]: numbers or, with a scale for each of E outputs, bytes of fp8. A byte is a sign, three
-   bits e and four bits m: 2^(e - 7) (1 + m / 16). There is no zero. */
+/* A weight in blocks of [E, D]: numbers, bfloat16 in the place of floats or, with a scale for each of E outputs, bytes
+   of fp8. A byte is a sign, three bits e and four bits m: 2^(e - 7) (1 + m / 16). There is no zero. */
 typedef struct {
   const void *values;
-  const float *scales; /* NULL: numbers */
+  const float *scales; /* NULL: numbers or bfloat16 */
+  int64_t narrow;      /* 1: bfloat16, where a `number` is a float */
 } Weight;
 
 /* The first part of a layer: norm, projections to queries, keys and values, rotation. R rows, D width, E outputs, of

@@ -44,8 +44,9 @@ static void product(const number *x, Weight weight, int R, int D, int E, Kind ki
 
 /* Return the outputs of a weight from number e on. */
 static inline Weight outputs_from(Weight weight, int e, int D) {
-  const int64_t size = weight.scales ? 1 : sizeof(number);
-  return (Weight){(const char *)weight.values + (int64_t)e * D * size, weight.scales ? weight.scales + e : NULL};
+  const int64_t size = weight.scales ? 1 : weight.narrow ? sizeof(uint16_t) : sizeof(number);
+  const float *scales = weight.scales ? weight.scales + e : NULL;
+  return (Weight){(const char *)weight.values + (int64_t)e * D * size, scales, weight.narrow};
 }
 
 static void normalise(const number *x, const number *weight, float eps, int R, int D, number *out) {

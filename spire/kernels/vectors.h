@@ -74,12 +74,17 @@ typedef void Multiply(const number *x, const void *values, int D, lanes (*sums)[
 #endif
 MULTIPLY_ALL(multiply, number, load_packed)
 MULTIPLY_ALL(multiply_fp8, uint8_t, load_fp8)
+#if PAIR == 1
+MULTIPLY_ALL(multiply_narrow, uint16_t, load_narrow)
+#else
+#define multiply_narrow_rows multiply_rows /* numbers are bfloat16 anyway */
+#endif
 
 /* Rows that stay in the second-level cache while weights are read. */
 #define NEAR 96
 
 static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out) {
-  Multiply *const *multiply = weight.scales ? multiply_fp8_rows : multiply_rows;
+  Multiply *const *multiply = weight.scales ? multiply_fp8_rows : weight.narrow ? multiply_narrow_rows : multiply_rows;
   for (int from = 0; from < R; from += NEAR) {
     const int rows = R - from < NEAR ? R - from : NEAR, parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
 #pragma omp for schedule(static) nowait

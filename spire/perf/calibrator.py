@@ -57,16 +57,17 @@ def calibrate(
     least_seconds: float = 0.2,
     begin: Callable[[str], None] = lambda step: None,
     dtype: str = "auto",
+    narrow: bool = False,
 ) -> Calibration:
     """Measure this machine at the widths of `target` and of a SPIRe draft with one layer per tapped layer.
 
-    `dtype` "auto" is the type that services choose on this machine. `begin` is called with each of STEPS as the step
-    begins, PASSES times; each step takes at least a few times `least_seconds`.
+    `dtype` "auto" is the type that services choose on this machine. `narrow`: the checkpoint stores bfloat16. `begin`
+    is called with each of STEPS as the step begins, PASSES times; each step takes at least a few times `least_seconds`.
     """
     began = time.perf_counter()
     keep_freed_memory()  # as the services do
     device = choose_device("auto")
-    bench = Bench(device, choose_dtype(dtype, device), least_seconds)
+    bench = Bench(device, choose_dtype(dtype, device), least_seconds, narrow)
     other = replace(bench, dtype=torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16)
     threads, threads_for_draft = torch.get_num_threads(), threads_of(target, draft)
     passes = [_every_part(target, draft, bench, other, threads_for_draft, begin) for _ in range(PASSES)]
@@ -112,16 +113,18 @@ def _every_part(
     kv_read = step(parts.kv_read_cost, target, bench)
     fused = kernels_of(target, bench.randn(0)) is not None
     target_layer, pass_layer = step(parts.target_layer_cost, target, bench), None
+    # Kernels read the weights of a float32 model as bfloat16 if that holds them.
+    width = torch.bfloat16.itemsize if fused and bench.narrow else bench.dtype.itemsize
     if fused:  # the target's forward; the passes of a vanilla draft run layer by layer
-        target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
+        target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench, width), target_layer
     verify_sampling = step(parts.verify_sampling_cost, target, draft, bench)
     threads = torch.get_num_threads()
     torch.set_num_threads(for_draft)
     try:
         fp8 = fused and draft_in_fp8(bench.device, bench.dtype)
-        draft_matmul, width = step(parts.products, target, bench, fp8), 1 if fp8 else bench.dtype.itemsize
+        draft_matmul, draft_width = step(parts.products, target, bench, fp8), 1 if fp8 else width
         if fused:
-            given = (target, draft, draft_matmul, bandwidth, bench, width)
+            given = (target, draft, draft_matmul, bandwidth, bench, draft_width)
             draft_layer, draft_round = step(parts.fused_draft_costs, *given)
         else:
             draft_layer, draft_round = step(parts.draft_costs, target, draft, bench)
@@ -129,8 +132,8 @@ def _every_part(
     finally:
         torch.set_num_threads(threads)
     measured = Measured(
-        target=ModelCosts(matmul, target_layer, verify_sampling),
-        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling, width),
+        target=ModelCosts(matmul, target_layer, verify_sampling, width),
+        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling, draft_width),
         kv_read=kv_read,
         draft_round=draft_round,
         wire=step(wire_cost),

@@ -31,7 +31,7 @@ from spire.kernels import Kernels
 from spire.model.backends.cpu.fused_layer import FusedLayer, kernels_of
 from spire.model.backends.cpu.fused_sampling import KernelSampling, draw
 from spire.model.backends.placed import backend_for, draft_backend_for
-from spire.model.backends.reference import BlockBatch, Reference
+from spire.model.backends.reference import BlockBatch, Model, Reference
 from spire.model.cache.placed import cache_for
 from spire.model.cache.target_cache import BatchView
 from spire.model.config import DraftConfig, ModelConfig
@@ -62,11 +62,20 @@ _WHOLE_Q = 4096
 
 @dataclass(frozen=True)
 class Bench:
-    """A timer of functions on a device in a dtype. A measurement takes at least `least_seconds`."""
+    """A timer of functions on a device in a dtype. A measurement takes at least `least_seconds`.
+
+    `narrow`: bfloat16 holds the weights exactly, as those of a checkpoint in bfloat16.
+    """
 
     device: torch.device
     dtype: torch.dtype
     least_seconds: float = 0.2
+    narrow: bool = False
+
+    def served(self, model: Model) -> Model:
+        """Return a model in the bench's dtype, on its device."""
+        rounded = model.to(torch.bfloat16) if self.narrow else model
+        return rounded.to(self.device, self.dtype).requires_grad_(False)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median seconds of a call of `work`, over at least 3 calls after 2 warm-up calls."""
@@ -99,7 +108,7 @@ def products(config: ModelConfig, bench: Bench, fp8: bool = False) -> tuple[tupl
     The time includes the operations between the products. Weights of a small layer stay in the processor's cache.
     """
     alone = config.model_copy(update={"num_hidden_layers": 1, "vocab_size": _SKELETON_VOCABULARY})
-    model = Target(alone).to(bench.device, bench.dtype).requires_grad_(False)
+    model = bench.served(Target(alone))
     flops_per_row = sum(2 * one.weight.numel() for one in model.layers.modules() if isinstance(one, nn.Linear))
     kernels = kernels_of(config, bench.randn(0)) if fp8 else None
     if kernels:
@@ -167,16 +176,19 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 
 def fused_target_layer_cost(
-    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench, width: int
 ) -> Cost:
-    """Measure `target_layer_cost` for fused layers: seconds of a forward less predicted seconds of matrix products."""
+    """Measure `target_layer_cost` for fused layers: seconds of a forward less predicted seconds of matrix products.
+
+    `width`: bytes of a weight's value.
+    """
     alone = config.model_copy(update={"num_hidden_layers": 1})
     fitting = max(1, _MOST_PARAMETERS // Shape.of(alone).body_parameters)
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     backend = backend_for(bench.device)
-    model = backend.pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
-    body, products = replace(Shape.of(small), vocab_size=0), _only_products(matmul, bandwidth, bench)
+    model = backend.pack(bench.served(Target(small)))
+    body, products = replace(Shape.of(small), vocab_size=0), _only_products(matmul, bandwidth, bench, width)
     return _of_forward(
         model,
         backend,
@@ -209,7 +221,7 @@ def fused_draft_costs(
 
     `width`: bytes of a weight's value.
     """
-    model = draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
+    model = bench.served(draft_shell(config, draft, _SKELETON_VOCABULARY))
     shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench, width)
     backend = draft_backend_for(bench.device, bench.dtype)
     memory = backend.memory(backend.pack(model), _MANY[0])
@@ -341,9 +353,7 @@ def _draft(batch: int, k: int, logits_BV: Tensor, candidates: int | None, bench:
     return draft_tokens(given, RoundInputs(newest_B, newest_B, k, _sampling_rows(batch, bench), candidates))
 
 
-def _only_products(
-    matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench, width: int | None = None
-) -> Hardware:
+def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench, width: int) -> Hardware:
     """Return hardware with this device's costs of matrix products, and no other costs."""
     costs = ModelCosts(matmul, Cost(), Cost(), width)
     measured = Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())

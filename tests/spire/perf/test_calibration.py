@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from spire.checkpoints.weights import load_target, save_target
 from spire.cli import app
+from spire.cli.paths import BUNDLED
 from spire.errors import InvalidRequest, SpireError
+from spire.kernels import every_kernels
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
 from spire.perf import calibrator, microbenchmarks
@@ -106,7 +109,7 @@ def test_a_target_layer_s_rest_is_a_line_through_one_and_eighty_rows() -> None:
 def test_a_fused_targets_layer_rest_is_what_its_products_do_not_explain() -> None:
     matmul = ((1, 1e6),)
     products = [2 * SHAPE.body_parameters * rows / 1e6 for rows in (1, 80)]
-    cost = microbenchmarks.fused_target_layer_cost(CONFIG, matmul, 1e12, told(products[0] + 0.4, products[1] + 1.2))
+    cost = microbenchmarks.fused_target_layer_cost(CONFIG, matmul, 1e12, told(products[0] + 0.4, products[1] + 1.2), 4)
     assert [cost.at(rows) * CONFIG.num_hidden_layers for rows in (1, 80)] == pytest.approx([0.4, 1.2])
 
 
@@ -219,6 +222,19 @@ def calibrated(
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return file, json.loads(result.stdout)
+
+
+@pytest.mark.skipif(not every_kernels(), reason="no kernels for this processor")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_count_as_many_bytes_as_kernels_read(hasty: None, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of a checkpoint in bfloat16 they are read as such by a float32 model too."""
+    save_target(tmp_path, load_target(BUNDLED / "target")[0], dtype)
+    arguments = ["doctor", "--calibrate", "--model", str(tmp_path), "--draft", "off", "--dtype", "float32"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "found.json")], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    measured = load(tmp_path / "found.json").hardware.measured
+    assert measured is not None
+    assert measured.target.bytes_per_weight == dtype.itemsize
 
 
 @pytest.mark.thorough

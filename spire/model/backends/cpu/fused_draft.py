@@ -9,7 +9,7 @@ vocabulary of the draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -102,14 +102,14 @@ class FusedRound:
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
         self._draft, self._logits_BW = draft, torch.empty(B, fused.outputs)
         norm_D = cast(nn.RMSNorm, draft.norm).weight
-        weights = (fused.layers, draft.embed_tokens.weight, norm_D, *fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
-        # Keeps the tensors alive while their addresses are used.
         self._hidden = scratch[B * D * (N + 2) :][: B * D].view(B, D)
-        self._tensors = (*weights, *place, own, scratch, self._logits_BW, draft.vocabulary)
+        # The draft and these keep the tensors alive while their addresses are used.
+        self._weights = (fused.layers, draft.embed_tokens.weight, norm_D)
+        self._tensors = (fused.feedback, *place, own, scratch, self._logits_BW, draft.vocabulary)
+        weights = (*_addresses(self._weights), *fused.unembedding.addresses)
         shape = (B, k, N, D, H, G, K, F, fused.outputs, S, spire.window, spire.sink, spire.attends_self)
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in self._tensors)
-        self._round = (*addresses, config.rms_norm_eps, *shape)
+        self._round = (*weights, *_addresses(self._tensors), config.rms_norm_eps, *shape)
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next token of every sequence; return the logits [B, V] after it, valid until the next pass."""
@@ -158,3 +158,7 @@ class FusedRound:
         stands_B, counts_B = torch.ones(B), torch.zeros(B, dtype=torch.int64)
         self._stopping = (*head.weights, stop.least_B.float().contiguous(), scratch, stands_B, counts_B)
         return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

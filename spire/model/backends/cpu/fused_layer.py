@@ -11,6 +11,8 @@ Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query he
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 
@@ -99,8 +101,9 @@ class FusedLayer(PartlyFusedLayer):
     @property
     def addresses(self) -> list[int]:
         """The addresses of the weights in the order that kernels expect, valid while the layer lives."""
-        weights = (*self._queries_keys_values, *self._output, *self._gate_and_up, *self._down)
-        return [0 if x is None else x.data_ptr() for x in (self._norm, self._norm_inside, *weights)]
+        weights = (self._queries_keys_values, self._output, self._gate_and_up, self._down)
+        table = chain.from_iterable(weight.addresses for weight in weights)
+        return [self._norm.data_ptr(), self._norm_inside.data_ptr(), *table]
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         projected = self._projected(input_BTD, rope, self._queries_keys_values)
