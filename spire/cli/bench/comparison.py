@@ -21,10 +21,16 @@ from spire.cli.paths import Pair
 from spire.perf.hardware import Hardware
 
 _WARM_TOKENS, _WARM_REQUESTS = 16, 4
-# Unmeasured runs of each load at automatic k, because the choice of k learns while serving.
-_LEARNING = 8
+# Unmeasured runs of each load at automatic k, because the choice of k learns while serving: at most so many runs, and
+# of wide batches as few as have so many requests.
+_LEARNING, _LEARNT_FROM = 8, 64
 # Depth of a peer if no fixed depth above 0 is requested.
 _LOOKED_UP = 4
+
+
+def learning_runs(load: Load) -> int:
+    """Return how often a load runs unmeasured at automatic k before it is measured; 0 for a trace, which may learn."""
+    return max(1, min(_LEARNING, _LEARNT_FROM // load.batch)) if load.batch else 0
 
 
 class Chosen(NamedTuple):
@@ -55,8 +61,8 @@ class Run:
         If automatic k is to be measured on batches, each load first runs unmeasured, so that the choice of k learns.
         """
         depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
-        learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
-        total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
+        learning = [learning_runs(load) if AUTO in depths else 0 for load in self.loads]
+        total = len(depths) + self.repeats * len(depths) * len(self.loads) + sum(learning)
         progress.update(task, description=f"{chosen.name}: warming", total=total)
         # The warm-up is a short batch, as wide as the widest load.
         first, width = self.loads[0], max(load.batch or _WARM_REQUESTS for load in self.loads)
@@ -67,7 +73,7 @@ class Run:
             progress.update(task, description=f"{chosen.name}: {load.name}")
             load = self._with_chosen_chats(load, system)
             seed = self.seed + 1000 * at
-            alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task), split_turns=0)
+            alternate(system, load, [AUTO], learning[at], seed + 500, lambda: progress.advance(task), split_turns=0)
             runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)

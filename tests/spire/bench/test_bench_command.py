@@ -6,16 +6,20 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
 
 from spire.bench.cell import AUTO, Cell, Depth, chosen_depths
 from spire.bench.client import BenchError
+from spire.bench.load import Batch
+from spire.bench.prompts import PromptMaker
 from spire.bench.stream import Streamed
 from spire.bench.throughput import Figures, figures_of_steps
 from spire.cli import app
 from spire.cli.bench import report as bench_report
+from spire.cli.bench.comparison import learning_runs
 from spire.errors import SpireError
 from tests.marks import thoroughly
 from tests.services import Services
@@ -41,6 +45,11 @@ def test_prompts_that_differ_do_not_hide_how_depths_do() -> None:
     low, high = cell.multiplier_ci95 or (0.0, 0.0)
     assert cell.multiplier_measured == pytest.approx(1.1, rel=0.002)
     assert 1.08 < low < 1.1 < high < 1.12
+
+
+@pytest.mark.parametrize(("batch", "runs"), [(1, 8), (4, 8), (16, 4), (64, 1), (200, 1)])
+def test_the_choice_of_k_learns_from_64_requests_of_a_wide_batch(batch: int, runs: int) -> None:
+    assert learning_runs(Batch(cast(PromptMaker, None), batch, 512, 128, 1.0)) == runs
 
 
 def test_a_chosen_depth_is_compared_with_the_best_fixed_one_of_its_load(capsys: pytest.CaptureFixture[str]) -> None:
