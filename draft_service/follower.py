@@ -28,6 +28,8 @@ from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc, verifier_pb2
 
 _RETRY_SECONDS = 0.2
+# A request that is unanswered for so long may be taken for lost, unless the verifier is told of it.
+_WORKING_SECONDS = 3.0
 # The stream is stuck if requests wait longer than this, and longer than eight of the verifier's steps, for activations:
 # a flipped bit can make a message so long that it never ends, while pings are still answered.
 _STARVED_SECONDS = 3.0
@@ -53,8 +55,9 @@ class Follower:
         self._stub, self._subscription, self._worker, self._requests = stub, subscription, worker, requests
         self._shared_memory = Path(shared_memory)
         self._device, host = device, host_id() if shared_memory else ""
-        # The messages to send on the current stream. One queue per stream: a reply must not reach another verifier.
-        self._messages: asyncio.Queue[pb.DraftMessage] = asyncio.Queue()
+        # The messages to send on the current stream; None ends it. One queue per stream: a reply must not reach another
+        # verifier.
+        self._messages: asyncio.Queue[pb.DraftMessage | None] = asyncio.Queue()
         # (host, GPU) to send with a subscription: they select the carrier. The fastest carrier comes first.
         gpu = gpu_of(device) if host else ""
         self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
@@ -92,6 +95,7 @@ class Follower:
                 log.warning("packets cannot be taken up: asking for them otherwise", error=str(error))
             finally:
                 self.following, self._ring, self.q_ring = False, None, None
+                self._messages.put_nowait(None)
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
             while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
@@ -103,14 +107,22 @@ class Follower:
         self.following, self.subscriptions = True, self.subscriptions + 1
         if not self._subscription.host:
             self._say_how()
-        taking, starving = asyncio.create_task(self._take_all(call)), asyncio.create_task(self._starved())
+        tasks = [asyncio.create_task(each) for each in (self._take_all(call), self._starved(), self._tell_of_work())]
         try:
-            done, _ = await asyncio.wait({taking, starving}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            taking.cancel()
-            starving.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _tell_of_work(self) -> None:
+        """Tell the verifier, every few seconds, of a request that the model thread has not answered yet."""
+        while True:
+            before = set(self._requests.unanswered)
+            await asyncio.sleep(_WORKING_SECONDS)
+            if before & self._requests.unanswered:
+                self._messages.put_nowait(pb.DraftMessage(working=pb.Working()))
 
     async def _starved(self) -> None:
         """Raise TimeoutError once draft requests have waited too long and no activations have arrived."""
@@ -187,9 +199,9 @@ class Follower:
         self._messages.put_nowait(pb.DraftMessage(resync=pb.Resync(sequence_ids=sequence_ids)))
 
 
-async def _sent(messages: asyncio.Queue[pb.DraftMessage]) -> AsyncIterator[pb.DraftMessage]:
-    while True:
-        yield await messages.get()
+async def _sent(messages: asyncio.Queue[pb.DraftMessage | None]) -> AsyncIterator[pb.DraftMessage]:
+    while (message := await messages.get()) is not None:
+        yield message
 
 
 def subscription(draft_id: str, draft: DraftConfig) -> pb.Subscription:

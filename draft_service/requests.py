@@ -22,10 +22,18 @@ class Requests:
 
     def __init__(self, worker: Worker):
         self._worker, self.replies = worker, Replies(worker.drafter)
+        # Ids of the requests without a reply so far.
+        self.unanswered: set[int] = set()
 
     def take(self, request: pb.DraftRequest, reply: Reply) -> None:
         """Queue a request. The model thread passes the reply to `reply`, even after an error."""
-        self._worker.do(lambda: self._begin(request, reply))
+
+        def answer(message: pb.DraftReply) -> None:
+            self.unanswered.discard(request.batch_id)
+            reply(message)
+
+        self.unanswered.add(request.batch_id)
+        self._worker.do(lambda: self._begin(request, answer))
 
     def _begin(self, request: pb.DraftRequest, reply: Reply) -> None:
         self._worker.verifier_step_seconds = request.step_seconds

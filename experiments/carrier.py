@@ -35,6 +35,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
 import grpc
@@ -201,7 +202,7 @@ async def follow(shape: Shape, carrier: str, rounds: int, port: int, directory: 
     async with connect(f"127.0.0.1:{port}") as channel:
         shared = str(directory) if carrier in (SHARED_MEMORY, CUDA_IPC) else ""
         device = DEVICE if carrier == CUDA_IPC else CPU
-        stub, nobody_asks = rpc.DraftingStub(channel), cast(Requests, None)
+        stub, nobody_asks = rpc.DraftingStub(channel), cast(Requests, SimpleNamespace(unanswered=set()))
         follower = Follower(stub, pb.Subscription(draft_id="draft"), worker, nobody_asks, shared, device)
         following = asyncio.create_task(follower.run())
         while not follower.following:  # noqa: ASYNC110 - plain data

@@ -21,7 +21,7 @@ import spire.service.process  # noqa: F401
 # isort: split
 import torch
 
-from spire.model.backends.cpu.fused_layer import kernels_of
+from spire.model.backends.cpu.fused_layer import kernels_behind, kernels_of
 from spire.model.backends.placed import draft_in_fp8
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.placement import choose_device, choose_dtype
@@ -113,8 +113,10 @@ def _every_part(
     kv_read = step(parts.kv_read_cost, target, bench)
     fused = kernels_of(target, bench.randn(0)) is not None
     target_layer, pass_layer = step(parts.target_layer_cost, target, bench), None
-    # Kernels read the weights of a float32 model as bfloat16 if that holds them.
-    width = torch.bfloat16.itemsize if fused and bench.narrow else bench.dtype.itemsize
+    # Kernels read the weights of a float32 model as bfloat16 if that holds them. Of a model that they compute in part,
+    # the weights of queries, keys and values take more.
+    narrow = bench.narrow and kernels_behind(target, bench.randn(0)) is not None
+    width = torch.bfloat16.itemsize if narrow else bench.dtype.itemsize
     if fused:  # the target's forward; the passes of a vanilla draft run layer by layer
         target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench, width), target_layer
     verify_sampling = step(parts.verify_sampling_cost, target, draft, bench)

@@ -26,7 +26,7 @@ from spire.v1 import tensor_pb2 as spire_dot_v1_dot_tensor__pb2
 from spire.v1 import verifier_pb2 as spire_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"\x91\x01\n\x0c\x44raftMessage\x12.\n\x0csubscription\x18\x01 \x01(\x0b\x32\x16.spire.v1.SubscriptionH\x00\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x14.spire.v1.DraftReplyH\x00\x12\"\n\x06resync\x18\x03 \x01(\x0b\x32\x10.spire.v1.ResyncH\x00\x42\x06\n\x04\x62ody\"\xda\x01\n\x0cSubscription\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x15\n\rtapped_layers\x18\x04 \x03(\r\x12\x0c\n\x04sink\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x08\x12\x0c\n\x04host\x18\x08 \x01(\t\x12\x0b\n\x03gpu\x18\t \x01(\t\x12\"\n\x05\x64raft\x18\n \x01(\x0b\x32\x13.spire.v1.DraftInfo\"\x1e\n\x06Resync\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"\x80\x02\n\x0b\x44raftPacket\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.spire.v1.ActivationSpan\x12\x1e\n\x04rows\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\r\n\x05\x65nded\x18\x03 \x03(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x1c\n\x04ring\x18\x05 \x01(\x0b\x32\x0e.spire.v1.Ring\x12\"\n\x05slice\x18\x06 \x01(\x0b\x32\x13.spire.v1.RingSlice\x12\x1e\n\x06q_ring\x18\x07 \x01(\x0b\x32\x0e.spire.v1.Ring\x12\'\n\x07request\x18\x08 \x01(\x0b\x32\x16.spire.v1.DraftRequest\"R\n\x0e\x41\x63tivationSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\r\n\x05reset\x18\x04 \x01(\x08\"a\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.spire.v1.DraftRequestItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\x94\x01\n\x10\x44raftRequestItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x16\n\x0eleast_standing\x18\x06 \x01(\x02\"\x9a\x01\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.spire.v1.DraftReplyItem\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\'\n\x07uniform\x18\x05 \x01(\x0b\x32\x16.spire.v1.UniformReplyJ\x04\x08\x04\x10\x05\"V\n\x0cUniformReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\"\x83\x01\n\x0e\x44raftReplyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2G\n\x08\x44rafting\x12;\n\x06\x46ollow\x12\x16.spire.v1.DraftMessage\x1a\x15.spire.v1.DraftPacket(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"\xb7\x01\n\x0c\x44raftMessage\x12.\n\x0csubscription\x18\x01 \x01(\x0b\x32\x16.spire.v1.SubscriptionH\x00\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x14.spire.v1.DraftReplyH\x00\x12\"\n\x06resync\x18\x03 \x01(\x0b\x32\x10.spire.v1.ResyncH\x00\x12$\n\x07working\x18\x04 \x01(\x0b\x32\x11.spire.v1.WorkingH\x00\x42\x06\n\x04\x62ody\"\t\n\x07Working\"\xda\x01\n\x0cSubscription\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x15\n\rtapped_layers\x18\x04 \x03(\r\x12\x0c\n\x04sink\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x08\x12\x0c\n\x04host\x18\x08 \x01(\t\x12\x0b\n\x03gpu\x18\t \x01(\t\x12\"\n\x05\x64raft\x18\n \x01(\x0b\x32\x13.spire.v1.DraftInfo\"\x1e\n\x06Resync\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"\x80\x02\n\x0b\x44raftPacket\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.spire.v1.ActivationSpan\x12\x1e\n\x04rows\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\r\n\x05\x65nded\x18\x03 \x03(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x1c\n\x04ring\x18\x05 \x01(\x0b\x32\x0e.spire.v1.Ring\x12\"\n\x05slice\x18\x06 \x01(\x0b\x32\x13.spire.v1.RingSlice\x12\x1e\n\x06q_ring\x18\x07 \x01(\x0b\x32\x0e.spire.v1.Ring\x12\'\n\x07request\x18\x08 \x01(\x0b\x32\x16.spire.v1.DraftRequest\"R\n\x0e\x41\x63tivationSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\r\n\x05reset\x18\x04 \x01(\x08\"a\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.spire.v1.DraftRequestItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\x94\x01\n\x10\x44raftRequestItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x16\n\x0eleast_standing\x18\x06 \x01(\x02\"\x9a\x01\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.spire.v1.DraftReplyItem\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\'\n\x07uniform\x18\x05 \x01(\x0b\x32\x16.spire.v1.UniformReplyJ\x04\x08\x04\x10\x05\"V\n\x0cUniformReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\"\x83\x01\n\x0e\x44raftReplyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2G\n\x08\x44rafting\x12;\n\x06\x46ollow\x12\x16.spire.v1.DraftMessage\x1a\x15.spire.v1.DraftPacket(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spire.v1.draft_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTMESSAGE']._serialized_start=83
-  _globals['_DRAFTMESSAGE']._serialized_end=228
-  _globals['_SUBSCRIPTION']._serialized_start=231
-  _globals['_SUBSCRIPTION']._serialized_end=449
-  _globals['_RESYNC']._serialized_start=451
-  _globals['_RESYNC']._serialized_end=481
-  _globals['_DRAFTPACKET']._serialized_start=484
-  _globals['_DRAFTPACKET']._serialized_end=740
-  _globals['_ACTIVATIONSPAN']._serialized_start=742
-  _globals['_ACTIVATIONSPAN']._serialized_end=824
-  _globals['_DRAFTREQUEST']._serialized_start=826
-  _globals['_DRAFTREQUEST']._serialized_end=923
-  _globals['_DRAFTREQUESTITEM']._serialized_start=926
-  _globals['_DRAFTREQUESTITEM']._serialized_end=1074
-  _globals['_DRAFTREPLY']._serialized_start=1077
-  _globals['_DRAFTREPLY']._serialized_end=1231
-  _globals['_UNIFORMREPLY']._serialized_start=1233
-  _globals['_UNIFORMREPLY']._serialized_end=1319
-  _globals['_DRAFTREPLYITEM']._serialized_start=1322
-  _globals['_DRAFTREPLYITEM']._serialized_end=1453
-  _globals['_DRAFTING']._serialized_start=1455
-  _globals['_DRAFTING']._serialized_end=1526
+  _globals['_DRAFTMESSAGE']._serialized_end=266
+  _globals['_WORKING']._serialized_start=268
+  _globals['_WORKING']._serialized_end=277
+  _globals['_SUBSCRIPTION']._serialized_start=280
+  _globals['_SUBSCRIPTION']._serialized_end=498
+  _globals['_RESYNC']._serialized_start=500
+  _globals['_RESYNC']._serialized_end=530
+  _globals['_DRAFTPACKET']._serialized_start=533
+  _globals['_DRAFTPACKET']._serialized_end=789
+  _globals['_ACTIVATIONSPAN']._serialized_start=791
+  _globals['_ACTIVATIONSPAN']._serialized_end=873
+  _globals['_DRAFTREQUEST']._serialized_start=875
+  _globals['_DRAFTREQUEST']._serialized_end=972
+  _globals['_DRAFTREQUESTITEM']._serialized_start=975
+  _globals['_DRAFTREQUESTITEM']._serialized_end=1123
+  _globals['_DRAFTREPLY']._serialized_start=1126
+  _globals['_DRAFTREPLY']._serialized_end=1280
+  _globals['_UNIFORMREPLY']._serialized_start=1282
+  _globals['_UNIFORMREPLY']._serialized_end=1368
+  _globals['_DRAFTREPLYITEM']._serialized_start=1371
+  _globals['_DRAFTREPLYITEM']._serialized_end=1502
+  _globals['_DRAFTING']._serialized_start=1504
+  _globals['_DRAFTING']._serialized_end=1575
 # @@protoc_insertion_point(module_scope)

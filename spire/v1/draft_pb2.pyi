@@ -9,14 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftMessage(_message.Message):
-    __slots__ = ("subscription", "reply", "resync")
+    __slots__ = ("subscription", "reply", "resync", "working")
     SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
+    WORKING_FIELD_NUMBER: _ClassVar[int]
     subscription: Subscription
     reply: DraftReply
     resync: Resync
-    def __init__(self, subscription: _Optional[_Union[Subscription, _Mapping]] = ..., reply: _Optional[_Union[DraftReply, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
+    working: Working
+    def __init__(self, subscription: _Optional[_Union[Subscription, _Mapping]] = ..., reply: _Optional[_Union[DraftReply, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ...) -> None: ...
+
+class Working(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Subscription(_message.Message):
     __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host", "gpu", "draft")

@@ -24,6 +24,7 @@ from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc, verifier_pb2
 from tests.draft_service.conftest import eventually
 from tests.draft_service.test_service import accepted_tokens, complete, wait_until
+from tests.draft_service.test_worker import NOBODY_ASKS
 from tests.services import Service, Services, running
 from tests.untrained import untrained_draft
 from tests.verifier_service.harness import free_port
@@ -168,7 +169,11 @@ async def test_rows_outside_the_ring_are_refused_and_asked_for_inline(tmp_path: 
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with connect(f"127.0.0.1:{port}") as channel:
-        stub, request, nobody_asks = rpc.DraftingStub(channel), pb.Subscription(draft_id="draft"), cast(Any, None)
+        stub, request, nobody_asks = (
+            rpc.DraftingStub(channel),
+            pb.Subscription(draft_id="draft"),
+            cast(Any, NOBODY_ASKS),
+        )
         follower = Follower(stub, request, worker, nobody_asks, str(tmp_path))  # type: ignore[arg-type]
         following = asyncio.create_task(follower.run())
         try:

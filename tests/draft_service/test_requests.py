@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from draft_service import follower
 from spire.rpc.carrier import INLINE, SHARED_MEMORY
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2 as pb
 from tests.draft_service.conftest import eventually
@@ -110,3 +113,22 @@ async def test_a_draft_whose_stream_breaks_is_asked_again_on_the_next(pair: tupl
             return (await both.decode("a", 1, DEPTH))[0].drafted == DEPTH
 
         assert await eventually(drafted)
+
+
+async def test_a_draft_that_takes_long_for_a_request_says_that_it_works(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "_WORKING_SECONDS", 0.05)
+    async with following(pair) as both:
+        await both.start("a", [1, 2, 3, 4, 5])
+        propose, works = both.worker.drafter.propose, Mock()
+
+        def slowly(*given: Any) -> Any:
+            time.sleep(0.5)
+            return propose(*given)
+
+        monkeypatch.setattr(both.verifier.engine.draft_requests, "works", works)
+        monkeypatch.setattr(both.worker.drafter, "propose", slowly)
+        assert (await both.decode("a", 1, DEPTH))[0].drafted == DEPTH
+        assert works.called
+        assert not both.requests.unanswered

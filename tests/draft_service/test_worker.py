@@ -6,8 +6,9 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -76,9 +77,11 @@ class Endless:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.sent: list[AsyncIterator[pb.DraftMessage]] = []
 
-    def Follow(self, messages: object) -> Any:
+    def Follow(self, messages: AsyncIterator[pb.DraftMessage]) -> Any:
         self.calls += 1
+        self.sent.append(messages)
         return self
 
     async def initial_metadata(self) -> None:
@@ -94,8 +97,11 @@ class Endless:
             await asyncio.sleep(0.001)
 
 
+NOBODY_ASKS = SimpleNamespace(unanswered=set[int]())
+
+
 def follower_of(verifier: Endless | None, worker: Worker) -> Follower:
-    return Follower(cast(Any, verifier), pb.Subscription(), worker, cast(Any, None), "")
+    return Follower(cast(Any, verifier), pb.Subscription(), worker, cast(Any, NOBODY_ASKS), "")
 
 
 async def test_a_draft_that_is_too_slow_subscribes_again_once_it_has_caught_up(slow: tuple[Slow, Worker]) -> None:
@@ -109,6 +115,8 @@ async def test_a_draft_that_is_too_slow_subscribes_again_once_it_has_caught_up(s
         while verifier.calls < 2:  # noqa: ASYNC110 - plain data
             await asyncio.sleep(0.05)
     assert drafter.absorbed >= 1
+    async with asyncio.timeout(10):  # gRPC waits for the next message of a stream until there is none
+        assert [message.WhichOneof("body") async for message in verifier.sent[0]] == ["subscription"]
     following.cancel()
     with suppress(asyncio.CancelledError):
         await following

@@ -49,7 +49,7 @@ async def test_no_call_is_answered_without_the_secret(
 
 
 def test_the_protocol_has_calls_to_refuse() -> None:
-    assert {method.name for method in METHODS} >= {"Rounds", "Activations", "Requests", "Release", "GetInfo"}
+    assert {method.name for method in METHODS} >= {"Rounds", "Follow", "Release", "GetInfo"}
 
 
 async def test_whoever_has_the_secret_is_answered_and_health_answers_everybody(

@@ -25,7 +25,8 @@ from verifier_service.engine.sequence import HeldSequence
 
 # The longest timeout, in seconds, that a gateway may set for draft replies.
 _MOST_PATIENCE = 60.0
-# A draft that owes a reply for so many seconds has to connect again: the request or the reply may be lost.
+# A draft that owes a reply for so many seconds, and does not say that it is working, has to connect again: the request
+# or the reply may be lost.
 _MOST_OWED_SECONDS = 10.0
 
 # Copies the message before it returns: the next request may reuse the message with other numbers. None ends the stream.
@@ -148,6 +149,11 @@ class DraftRequests:
         task.drafting_seconds = max(task.drafting_seconds, received - request.at)
         if reply.timings.forward_seconds >= task.drafting.forward_seconds:
             task.drafting.CopyFrom(reply.timings)
+
+    def works(self, draft_id: str) -> None:
+        """Note that a draft has received its request and works on it: the reply that it owes is late, but not lost."""
+        if owed := self._owed.get(draft_id):
+            self._owed[draft_id] = owed._replace(lost_at=time.perf_counter() + _MOST_OWED_SECONDS)
 
     def give_up_late(self) -> None:
         """Give up the requests whose deadline has passed: their blocks are decoded plainly.

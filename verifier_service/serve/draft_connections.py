@@ -38,6 +38,8 @@ log = structlog.get_logger("verifier_service")
 MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
 # In a GPU's memory: four rounds of 64 sequences at k = 16 and 4,096 ids of a larger vocabulary.
 GPU_Q_RING_BYTES = 128 * 1024 * 1024
+# Seconds within which the first message of a stream has to come.
+_SUBSCRIPTION_SECONDS = 10.0
 # Seconds that a ring in a GPU's memory outlives its subscription.
 _STILL_MAPPED_SECONDS = 10.0
 
@@ -72,7 +74,7 @@ class DraftConnections(rpc.DraftingServicer):
         self, messages: AsyncIterator[pb.DraftMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DraftPacket]:
         try:
-            request = await _subscription(messages)
+            request = await asyncio.wait_for(_subscription(messages), _SUBSCRIPTION_SECONDS)
             check_draft_id(request.draft_id)
             taps = Taps.read(request, self._target)
             if request.HasField("draft"):
@@ -89,6 +91,9 @@ class DraftConnections(rpc.DraftingServicer):
                             if packet.HasField("request"):
                                 self._engine.metrics.draft_requests.labels(GRPC).inc()
                             yield packet
+        except TimeoutError:
+            late = f"no subscription came within {_SUBSCRIPTION_SECONDS:g} s of the call"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, late)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
 
@@ -99,7 +104,13 @@ class DraftConnections(rpc.DraftingServicer):
         """Announce a draft to gateways and take its messages inside the `with` block. Closes the subscriber when the
         draft closes its side. Raises InvalidRequest for a message that is wrong."""
         reader = asyncio.create_task(self._read(request.draft_id, messages))
-        reader.add_done_callback(lambda _: subscriber.close())
+
+        def ended(task: asyncio.Task[None]) -> None:
+            subscriber.close()
+            if not task.cancelled():
+                task.exception()  # so that asyncio does not report it where the stream has ended for another reason
+
+        reader.add_done_callback(ended)
         announced = self._drafts.followed_by(request.draft_id, request.draft)
         try:
             with announced if request.HasField("draft") else nullcontext():
@@ -118,8 +129,10 @@ class DraftConnections(rpc.DraftingServicer):
                 case "resync":
                     check_named("a Resync", len(message.resync.sequence_ids))
                     self._engine.call(self._engine.replay, draft_id, list(message.resync.sequence_ids))
+                case "working":
+                    self._engine.call(self._engine.draft_requests.works, draft_id)
                 case other:
-                    raise InvalidRequest(f"a draft's message is a reply or a resync after the first one, not {other}")
+                    raise InvalidRequest(f"after its subscription a draft sends reply, resync or working, not {other}")
 
     @contextmanager
     def _counted(self, draft_id: str) -> Iterator[None]:

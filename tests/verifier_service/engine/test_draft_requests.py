@@ -29,6 +29,7 @@ from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine import draft_requests
 from verifier_service.engine.batch import RaggedBatch
 from verifier_service.engine.step import Outcome, PromptChunk
+from verifier_service.serve import draft_connections
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
 OK = tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK)
@@ -193,6 +194,27 @@ async def test_a_draft_whose_reply_is_lost_is_asked_again_once_it_connects_again
         with pytest.raises(AssertionError, match="the stream has ended"):
             await draft.asked()
     async with drafting(verifier) as draft:
+        await order(client, block("a", 2, k=1))
+        await draft.guess(await draft.asked(), proposal("a", [1]))
+        assert (await result(client)).drafted == 1
+
+
+@pytest.mark.fault(2)
+async def test_a_draft_that_says_it_is_working_keeps_its_stream(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that absorbs a long prompt: on a new stream it would begin anew, and never be done."""
+    monkeypatch.setattr(draft_requests, "_MOST_OWED_SECONDS", 1.0)
+    client = verifier.client()
+    async with drafting(verifier) as draft:
+        await client.start("a", prompt_of(9), GREEDY, "draft")
+        await order(client, block("a", 1, k=2), patience=0.1)
+        asked = await draft.asked()
+        assert (await result(client)).undrafted == pb.UNDRAFTED_LATE
+        for _ in range(10):
+            await draft.write(draft_pb2.DraftMessage(working=draft_pb2.Working()))
+            await asyncio.sleep(0.25)
+        await draft.guess(asked, proposal("a", [1, 2]))
         await order(client, block("a", 2, k=1))
         await draft.guess(await draft.asked(), proposal("a", [1]))
         assert (await result(client)).drafted == 1
@@ -379,6 +401,16 @@ async def test_a_stream_that_begins_without_a_subscription_is_refused(
         await call.done_writing()
         assert await call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
         assert says in await call.details()
+
+
+async def test_a_stream_on_which_no_subscription_comes_is_refused(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_connections, "_SUBSCRIPTION_SECONDS", 0.3)
+    async with connect(verifier.address) as channel:
+        call = draft_pb2_grpc.DraftingStub(channel).Follow()
+        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
+        assert "no subscription came within 0.3 s" in await call.details()
 
 
 @pytest.mark.parametrize(
