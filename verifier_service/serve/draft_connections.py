@@ -74,7 +74,7 @@ class DraftConnections(rpc.DraftingServicer):
         self, messages: AsyncIterator[pb.DraftMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.DraftPacket]:
         try:
-            request = await asyncio.wait_for(_subscription(messages), _SUBSCRIPTION_SECONDS)
+            request = await _subscription(messages)
             check_draft_id(request.draft_id)
             taps = Taps.read(request, self._target)
             if request.HasField("draft"):
@@ -91,9 +91,6 @@ class DraftConnections(rpc.DraftingServicer):
                             if packet.HasField("request"):
                                 self._engine.metrics.draft_requests.labels(GRPC).inc()
                             yield packet
-        except TimeoutError:
-            late = f"no subscription came within {_SUBSCRIPTION_SECONDS:g} s of the call"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, late)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
 
@@ -121,7 +118,7 @@ class DraftConnections(rpc.DraftingServicer):
             reader.cancel()
 
     async def _read(self, draft_id: str, messages: AsyncIterator[pb.DraftMessage]) -> None:
-        """Pass replies and Resyncs to the engine until the draft closes its side."""
+        """Pass the messages to the engine until the draft closes its side."""
         async for message in _readable(messages):
             match message.WhichOneof("body"):
                 case "reply":
@@ -206,11 +203,14 @@ class DraftConnections(rpc.DraftingServicer):
 
 async def _subscription(messages: AsyncIterator[pb.DraftMessage]) -> pb.Subscription:
     """Return the subscription that a draft's stream begins with. Raises InvalidRequest."""
-    async for message in _readable(messages):
-        if message.HasField("subscription"):
-            return message.subscription
-        break
-    raise InvalidRequest("a draft's first message is its subscription")
+    try:
+        async with asyncio.timeout(_SUBSCRIPTION_SECONDS):
+            first = await anext(_readable(messages), pb.DraftMessage())
+    except TimeoutError:
+        raise InvalidRequest(f"no subscription came within {_SUBSCRIPTION_SECONDS:g} s of the call") from None
+    if not first.HasField("subscription"):
+        raise InvalidRequest("a draft's first message is its subscription")
+    return first.subscription
 
 
 async def _readable(messages: AsyncIterator[pb.DraftMessage]) -> AsyncIterator[pb.DraftMessage]:

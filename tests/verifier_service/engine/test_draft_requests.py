@@ -8,13 +8,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 import torch
 
 from spire.model.target import Target
-from spire.rpc.channel import connect
-from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2 as pb
 from tests.verifier_service.harness import (
     GREEDY,
     VOCAB,
@@ -26,10 +24,8 @@ from tests.verifier_service.harness import (
     prompt_of,
 )
 from tests.verifier_service.serve.test_lifetimes import until
-from verifier_service.engine import draft_requests
 from verifier_service.engine.batch import RaggedBatch
 from verifier_service.engine.step import Outcome, PromptChunk
-from verifier_service.serve import draft_connections
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
 OK = tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK)
@@ -175,49 +171,6 @@ async def test_a_draft_that_is_late_costs_its_patience_and_nothing_else(verifier
         await draft.guess(await draft.asked(), proposal("a", tokens[3:4]))
         back = await result(client)
         assert (back.undrafted, back.accepted, list(back.tokens)) == (0, 1, tokens[3:5])
-
-
-@pytest.mark.fault(12)
-async def test_a_draft_whose_reply_is_lost_is_asked_again_once_it_connects_again(
-    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bit that flips in a request's id: the reply is to another request, and the verifier would wait for ever."""
-    monkeypatch.setattr(draft_requests, "_MOST_OWED_SECONDS", 0.5)
-    client = verifier.client()
-    async with drafting(verifier) as draft:
-        await client.start("a", prompt_of(9), GREEDY, "draft")
-        await order(client, block("a", 1, k=2), patience=0.3)
-        asked = await draft.asked()
-        asked.batch_id ^= 1 << 20
-        await draft.guess(asked, proposal("a", [1, 2]))
-        assert (await result(client)).undrafted == pb.UNDRAFTED_LATE
-        with pytest.raises(AssertionError, match="the stream has ended"):
-            await draft.asked()
-    async with drafting(verifier) as draft:
-        await order(client, block("a", 2, k=1))
-        await draft.guess(await draft.asked(), proposal("a", [1]))
-        assert (await result(client)).drafted == 1
-
-
-@pytest.mark.fault(2)
-async def test_a_draft_that_says_it_is_working_keeps_its_stream(
-    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one does that absorbs a long prompt: on a new stream it would begin anew, and never be done."""
-    monkeypatch.setattr(draft_requests, "_MOST_OWED_SECONDS", 1.0)
-    client = verifier.client()
-    async with drafting(verifier) as draft:
-        await client.start("a", prompt_of(9), GREEDY, "draft")
-        await order(client, block("a", 1, k=2), patience=0.1)
-        asked = await draft.asked()
-        assert (await result(client)).undrafted == pb.UNDRAFTED_LATE
-        for _ in range(10):
-            await draft.write(draft_pb2.DraftMessage(working=draft_pb2.Working()))
-            await asyncio.sleep(0.25)
-        await draft.guess(asked, proposal("a", [1, 2]))
-        await order(client, block("a", 2, k=1))
-        await draft.guess(await draft.asked(), proposal("a", [1]))
-        assert (await result(client)).drafted == 1
 
 
 @pytest.mark.fault(2)
@@ -379,51 +332,6 @@ async def test_who_leaves_in_the_midst_of_a_drafted_step_leaves_after_it(verifie
         go_on.set()
         await order(client, block("a", 2, k=0))
         assert (await result(client)).status.code == tensor_pb2.CODE_OK
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([draft_pb2.DraftMessage(reply=draft_pb2.DraftReply(batch_id=1))], "first message is its subscription"),
-        ([draft_pb2.DraftMessage()], "first message is its subscription"),
-        ([], "first message is its subscription"),
-        ([draft_pb2.DraftMessage(subscription=draft_pb2.Subscription())], "speaks protocol 0"),
-    ],
-    ids=["a reply", "an empty message", "nothing", "an empty subscription"],
-)
-async def test_a_stream_that_begins_without_a_subscription_is_refused(
-    verifier: Verifier, messages: list[draft_pb2.DraftMessage], says: str
-) -> None:
-    async with connect(verifier.address) as channel:
-        call = draft_pb2_grpc.DraftingStub(channel).Follow()
-        for message in messages:
-            await call.write(message)
-        await call.done_writing()
-        assert await call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
-        assert says in await call.details()
-
-
-async def test_a_stream_on_which_no_subscription_comes_is_refused(
-    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draft_connections, "_SUBSCRIPTION_SECONDS", 0.3)
-    async with connect(verifier.address) as channel:
-        call = draft_pb2_grpc.DraftingStub(channel).Follow()
-        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
-        assert "no subscription came within 0.3 s" in await call.details()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [draft_pb2.DraftMessage(), draft_pb2.DraftMessage(subscription=draft_pb2.Subscription(draft_id="draft"))],
-    ids=["empty", "a second subscription"],
-)
-async def test_a_message_that_is_neither_reply_nor_resync_ends_the_stream(
-    verifier: Verifier, message: draft_pb2.DraftMessage
-) -> None:
-    async with drafting(verifier) as draft:
-        await draft.write(message)
-        assert await draft.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_guesses_that_nobody_asked_for_are_nothing_to_anybody(verifier: Verifier) -> None:
