@@ -80,9 +80,9 @@ class System:
         """What may leak: sequences (and with them their cache; what is kept for later prompts is bounded by itself),
         tasks, and each process' descriptors and threads."""
         of_processes = {
-            f"{name} {what}": float(len(os.listdir(f"/proc/{service.process.pid}/{what}")))
+            f"{name} {what}": float(held_by(service.process.pid))
             for name, service in (("verifier", self.verifier), ("draft", self.draft), ("gateway", self.gateway))
-            for what in ("fd", "task")
+            for what, held_by in (("descriptors", _descriptors), ("threads", _threads))
         }
         return of_processes | {
             "gateway tasks": self.metric("gateway", "spire_tasks_now"),
@@ -195,6 +195,23 @@ class System:
             load.goodput(began, began + recovery),
             load.goodput(began + recovery, ended),
         )
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _threads(pid: int) -> int:
+    """The threads of a process without gRPC's own pool: it grows on a busy machine, and shrinks 20 s later."""
+    names = [_thread_name(Path(thread.path)) for thread in os.scandir(f"/proc/{pid}/task")]
+    return len([name for name in names if name and name != "event_engine"])
+
+
+def _thread_name(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return ""
 
 
 def _until(true: Callable[[], bool], began: float, patience: float) -> float:
