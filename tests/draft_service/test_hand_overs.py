@@ -1,4 +1,4 @@
-"""The way of a token and of an activation, function by function, is the one that docs/architecture.md lists.
+"""The way of a token and of an activation, function by function, is the one that docs/hand-overs.md lists.
 
 Recorded from a live request: gateway, verifier and draft in this process, speaking gRPC.
 """
@@ -85,8 +85,8 @@ def stack() -> Stack:
 
 
 def listed() -> dict[str, list[Stack]]:
-    """Ways of docs/architecture.md: by crossing, the stacks, whose parts in brackets may be missing."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    """Ways of docs/hand-overs.md: by crossing, the stacks, whose parts in brackets may be missing."""
+    text = (ROOT / "docs" / "hand-overs.md").read_text()
     ways: dict[str, list[Stack]] = defaultdict(list)
     for crossing, way in re.findall(r"^(\w+ \d) (.+?)(?=^\w+ \d |^```)", text, re.MULTILINE | re.DOTALL):
         names = [name.strip() for name in way.replace("\n", " ").split("→")]
