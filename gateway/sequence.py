@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Literal
 
-from spire.v1.tensor_pb2 import Sampling
+from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 from spire.v1.verifier_pb2 import Adjustments
 
 Rule = Literal["rejection", "block", "invariant"]
@@ -150,6 +150,11 @@ class Sequence:
     hears_rounds: bool = True
     # The number of output tokens that the listener has read.
     heard: int = 0
+
+    @property
+    def by_block(self) -> bool:
+        """True if the target judges the sequence's draft tokens by the block rule."""
+        return bool(self.sampling.temperature) and self.sampling.rule == RULE_BLOCK
 
     @property
     def stalled(self) -> bool:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from gateway.rounds.acceptance import Acceptance, BlockResult
 from gateway.rounds.round_times import Load, RoundTimes, at_depth
 from gateway.sequence import DEEPEST
+from spire.decoding.stopping import standing_for
 
 # Greatest k in the first rounds of a load: deep rounds may take many times as long as with fewer sequences.
 _AT_FIRST = 8
@@ -215,22 +216,22 @@ class DepthController:
                 for times in self.times.values():
                     times.look_again = True
 
-    def least_standing(self, load: Load, k: int) -> float:
+    def least_standing(self, load: Load, k: int, by_block: bool = False) -> float:
         """Return the probability that a block must stand with for one more draft token to be worth its time, in a round
-        at depth k; 0 for any.
+        at depth k; 0 for any. `by_block`: by the block rule.
 
-        A token gains as many tokens as the probability that all before it stand, times the rate at which a token is
-        accepted. It costs time in which the sequence gives tokens at the present rate: what a round grows by with each
-        token around the present depth. In a batch drafts go on to depth k: stopping gains next to nothing there, as a
-        pass of the draft costs as much for the sequences that go on (docs/speed.md).
+        A token costs time in which the sequence gives tokens at the present rate: what a round grows by with each token
+        around the present depth. `standing_for` tells what it brings. In a batch drafts go on to depth k: stopping
+        gains next to nothing there, as a pass of the draft costs as much for the sequences that go on (docs/speed.md).
         """
         if load.sequences > 1:
             return 0.0
         times, depth = self._times(load).at(load), self.acceptance.mean_drafted()[k]
         around = min(max(2.0, depth), self.deepest - 1)
         each = (math.exp(at_depth(times, around + 1)) - math.exp(at_depth(times, around - 1))) / 2
-        least = each * self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
-        return min(max(least, _LEAST_STANDING[0]), _LEAST_STANDING[1])
+        least = each * self.acceptance.taus()[k] / math.exp(at_depth(times, depth))
+        standing = standing_for(least, self.acceptance.rate, by_block)
+        return min(max(standing, _LEAST_STANDING[0]), _LEAST_STANDING[1])
 
     def multiplier(self, load: Load, k: int) -> float:
         """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""

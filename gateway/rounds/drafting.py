@@ -188,7 +188,7 @@ class Drafting:
             return 0.0
         if sequence.stop == "threshold":
             return 1.0 - self._config.stop_threshold
-        return self._depths.least_standing(self._load, depth)
+        return self._depths.least_standing(self._load, depth, sequence.by_block)
 
     def _most(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.

@@ -68,14 +68,18 @@ def causal(queries_BT: Tensor, keys_BS: Tensor) -> Tensor:
 class JudgedBlocks(NamedTuple):
     """Drafted tokens [J, B, T] with what the draft's stop head learns from.
 
-    `told_JBTF`: what the head is told. `accepted_JBT`: min(1, p/q), the probability that the target accepts the token
-    if it accepts those before it in the branch.
+    `told_JBTF`: what the head is told. `ratio_JBT`: p/q of each token.
     """
 
     tokens_JBT: Tensor
     hidden_JBTD: Tensor
     told_JBTF: Tensor
-    accepted_JBT: Tensor
+    ratio_JBT: Tensor
+
+    @property
+    def accepted_JBT(self) -> Tensor:
+        """The probability, min(1, p/q), that the target accepts a token if it accepts those before it in the branch."""
+        return self.ratio_JBT.clamp(max=1.0)
 
 
 @torch.no_grad()
@@ -106,10 +110,8 @@ def judged_blocks(
         branches.advance(range(1, blocks.k))
         hidden_BQD, _ = target(torch.cat(tokens[:-1], dim=1), branches)
         before += hidden_BQD.chunk(blocks.k - 1, dim=1)
-    accepted = [
-        _accepted(target, *of_depth, temperature_B) for of_depth in zip(before, tokens, drawn_with, strict=True)
-    ]
-    return JudgedBlocks(tokens_JBT, torch.stack(hidden), torch.stack(told), torch.stack(accepted))
+    ratios = [_ratio(target, *of_depth, temperature_B) for of_depth in zip(before, tokens, drawn_with, strict=True)]
+    return JudgedBlocks(tokens_JBT, torch.stack(hidden), torch.stack(told), torch.stack(ratios))
 
 
 def _passes(
@@ -145,8 +147,8 @@ def _drawn(logits_BTW: Tensor, temperature_B: Tensor, random: torch.Generator) -
     return place_BT, probs_BTW.gather(-1, place_BT[..., None])[..., 0].masked_fill(greedy_B1, 1.0)
 
 
-def _accepted(target: Target, hidden_BTD: Tensor, tokens_BT: Tensor, q_BT: Tensor, temperature_B: Tensor) -> Tensor:
-    """Return min(1, p/q) of tokens after these hidden states of the target [B, T]."""
+def _ratio(target: Target, hidden_BTD: Tensor, tokens_BT: Tensor, q_BT: Tensor, temperature_B: Tensor) -> Tensor:
+    """Return p/q of tokens after these hidden states of the target [B, T]."""
     B, T = tokens_BT.shape
     rows = (hidden_BTD.flatten(0, 1), tokens_BT.flatten(), temperature_B.repeat_interleave(T))
     most = max(1, MOST_LOGITS // target.config.vocab_size)
@@ -156,4 +158,4 @@ def _accepted(target: Target, hidden_BTD: Tensor, tokens_BT: Tensor, q_BT: Tenso
         p_RV = (logits_RV / temperature_R.clamp(min=_COLDEST)[:, None]).softmax(dim=-1)
         p_R = p_RV.gather(-1, token_R[:, None])[:, 0]
         found.append(torch.where(temperature_R == 0, (logits_RV.argmax(dim=-1) == token_R).float(), p_R))
-    return (torch.cat(found).view(B, T) / q_BT).clamp(max=1.0)
+    return torch.cat(found).view(B, T) / q_BT

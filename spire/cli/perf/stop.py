@@ -51,6 +51,10 @@ def eval_stop(
     generate: Annotated[int, typer.Option(help="Tokens that the target writes after each prompt.", min=32)] = 128,
     k: Annotated[int, typer.Option(help="Greatest depth.", min=3, max=16)] = 16,
     temperature: Temperature = 1.0,
+    by_block: Annotated[
+        bool,
+        typer.Option("--by-block", help="The target judges by the block rule, as it does for requests without a seed."),
+    ] = False,
     hardware: Annotated[
         str | None, typer.Option(help="A calibration (spire doctor --calibrate): predict gains on this machine too.")
     ] = None,
@@ -67,8 +71,8 @@ def eval_stop(
 
     The target writes a text after each prompt. After every token of it the draft guesses k tokens, which the target
     judges. So fixed k, the head (SpecDec++), the draft's own confidence, the cost rule and an oracle are compared on
-    the same blocks, by the rejection rule. Gains are tokens a second over the best fixed k, with the paper's costs and,
-    with --hardware, with those of this machine.
+    the same blocks, by the rejection rule unless --by-block is given. Gains are tokens a second over the best fixed k,
+    with the paper's costs and, with --hardware, with those of this machine.
     """
     pair = choose_pair(model, draft)
     if pair.draft is None:
@@ -87,7 +91,7 @@ def eval_stop(
             judged[name] = judge.judge(prompts, answers, k, temperature, progress.advance, seed)
     if len(judged) > 1:
         judged[_TOGETHER] = joined(list(judged.values()))
-    found = [fronts(name, of_domain, temperature, costs) for name, of_domain in judged.items()]
+    found = [fronts(name, of_domain, temperature, costs, by_block) for name, of_domain in judged.items()]
     files = [file for one in found for file in _plotted(plot, one)] if plot else []
     if as_json:
         told = {"stop": [asdict(one) for one in found], "costs": [asdict(one) for one in costs]}

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spire.decoding.stopping import standing_for
 from spire.model.draft import RolloutBlocks
 from spire.training.branches import judged_blocks
 from spire.training.draft import load_pair
@@ -39,14 +40,28 @@ _TELLING = 0.05
 
 
 class JudgedTexts(NamedTuple):
-    """Draft tokens [N, T, J]: the probability that each is accepted if those before it in its block are, as the target
-    gives it (min(1, p/q)), as the draft's head does (None without a head), q of the token at temperature 1, and the
-    entropy of q in nats."""
+    """Draft tokens [N, T, J]: p/q, the probability that each is accepted if those before it in its block are, by the
+    draft's head (None without a head), q of the token at temperature 1, and the entropy of q in nats."""
 
-    accepted_NTJ: Tensor
+    ratio_NTJ: Tensor
     predicted_NTJ: Tensor | None
     q_NTJ: Tensor
     entropy_NTJ: Tensor
+
+    @property
+    def accepted_NTJ(self) -> Tensor:
+        """The probability, min(1, p/q), that the target accepts each token if it accepts those before it."""
+        return self.ratio_NTJ.clamp(max=1.0)
+
+    def stands_NTJ(self, by_block: bool) -> Tensor:
+        """Return the probability that the target accepts each token and all before it, whatever is drafted after it: by
+        the rejection rule, or by the block rule (the weight P of its prefix), where p/q above 1 makes up for others."""
+        if not by_block:
+            return self.accepted_NTJ.double().cumprod(dim=-1)
+        stands = [self.accepted_NTJ[..., 0].double()]
+        for ratio_NT in self.ratio_NTJ[..., 1:].unbind(dim=-1):
+            stands.append((stands[-1] * ratio_NT).clamp(max=1.0))
+        return torch.stack(stands, dim=-1)
 
     def of_head(self) -> HeadFigures | None:
         """Return how well the head tells accepted from rejected tokens; None without a head."""
@@ -98,7 +113,7 @@ class Judge:
             predicted = _by_place(logit_JBT.float().sigmoid())
         log_q_JBT, entropy_JBT = judged.told_JBTF[..., :2].unbind(dim=-1)
         own = _by_place(log_q_JBT.exp()), _by_place(entropy_JBT)
-        return JudgedTexts(_by_place(judged.accepted_JBT), predicted, *own)
+        return JudgedTexts(_by_place(judged.ratio_JBT), predicted, *own)
 
 
 def _by_place(values_JBT: Tensor) -> Tensor:
@@ -107,9 +122,9 @@ def _by_place(values_JBT: Tensor) -> Tensor:
 
 def joined(parts: list[JudgedTexts], dim: int = 0) -> JudgedTexts:
     """Return the texts of all parts as one, or with `dim` = 1 the places of all parts of the same texts."""
-    accepted, predicted, q, entropy = zip(*parts, strict=True)
+    ratio, predicted, q, entropy = zip(*parts, strict=True)
     heads = [part for part in predicted if part is not None]
-    joined = (torch.cat(accepted, dim), torch.cat(heads, dim) if heads else None)
+    joined = (torch.cat(ratio, dim), torch.cat(heads, dim) if heads else None)
     return JudgedTexts(*joined, torch.cat(q, dim), torch.cat(entropy, dim))
 
 
@@ -151,14 +166,14 @@ def counts_at_threshold(standing_NTJ: Tensor, threshold: float) -> Tensor:
     return (1 + (standing_NTJ[..., :-1] >= threshold).sum(dim=-1)).long()
 
 
-def walk(judged: JudgedTexts, counts_RNT: Tensor) -> Tally:
-    """Return what rounds that draft `counts_RNT` tokens bring, by the rejection rule."""
-    accepted_NTJ = judged.accepted_NTJ.double()
-    R, N, T = counts_RNT.shape
-    J = accepted_NTJ.shape[-1]
-    stands_NTJ = torch.cat((torch.ones(N, T, 1).double(), accepted_NTJ.cumprod(dim=-1)), dim=-1)
+def walk(judged: JudgedTexts, counts_RNT: Tensor, by_block: bool = False) -> Tally:
+    """Return what rounds that draft `counts_RNT` tokens bring, by the rejection or the block rule."""
+    stands_NTJ = judged.stands_NTJ(by_block)
+    (R, N, T), J = counts_RNT.shape, stands_NTJ.shape[-1]
+    stands_NTJ = torch.cat((torch.ones(N, T, 1).double(), stands_NTJ), dim=-1)
     depth_J = torch.arange(J + 1)
     after_NTJ = torch.cat((stands_NTJ[..., 1:], torch.zeros(N, T, 1).double()), dim=-1)
+    # By the block rule a difference may be negative: only the mean over what may be drafted next is a probability.
     in_block_RNTJ = depth_J < counts_RNT[..., None]
     ends_RNTJ = (stands_NTJ - after_NTJ) * in_block_RNTJ + stands_NTJ * (depth_J == counts_RNT[..., None])
     begins_RNT = torch.zeros(R, N, T + J + 1).double()
@@ -215,8 +230,11 @@ class Fronts:
     head: HeadFigures | None
 
 
-def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequence[Costs]) -> Fronts:
-    """Compare fixed k, thresholds of the head and of the draft's own confidence, the rule by costs, and the oracle."""
+def fronts(
+    domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequence[Costs], by_block: bool = False
+) -> Fronts:
+    """Compare fixed k, thresholds of the head and of the draft's own confidence, the rule by costs, and the oracle. The
+    target judges by the rejection rule or by the block rule."""
     k = judged.accepted_NTJ.shape[-1]
     names: list[tuple[str, float]] = [("fixed", depth) for depth in range(k + 1)]
     counts = [counts_at_depth(judged, depth) for depth in range(k + 1)]
@@ -226,10 +244,10 @@ def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequ
         counts += [counts_at_threshold(standing_NTJ, threshold) for threshold in THRESHOLDS]
     if judged.predicted_NTJ is not None:
         for costs in all_costs:
-            threshold = cost_threshold(judged, judged.predicted_NTJ, costs)
+            threshold = cost_threshold(judged, judged.predicted_NTJ, costs, by_block)
             names.append((f"cost: {costs.name}", threshold))
             counts.append(counts_at_threshold(judged.predicted_NTJ, threshold))
-    tally = with_oracle(walk(judged, torch.stack(counts)), k)
+    tally = with_oracle(walk(judged, torch.stack(counts), by_block), k)
     names.append(("oracle", k))
     found = _compared(domain, temperature, names, tally, all_costs, len(judged.accepted_NTJ))
     return replace(found, head=judged.of_head())
@@ -242,27 +260,27 @@ def with_oracle(tally: Tally, k: int) -> Tally:
     return Tally(torch.cat((tally.drafted_RNJ, oracle_NJ)), torch.cat((tally.accepted_RNJ, oracle_NJ)))
 
 
-def cost_threshold(judged: JudgedTexts, predicted_NTJ: Tensor, costs: Costs) -> float:
+def cost_threshold(judged: JudgedTexts, predicted_NTJ: Tensor, costs: Costs, by_block: bool = False) -> float:
     """Return the probability with which a block must stand for one more draft token to be worth its time.
 
-    One more token brings the probability that all so far stand, times the rate of acceptance; it costs what a round
-    has grown by with each token so far, in which the texts grow at the present rate. Both depend on the threshold: the
-    search settles them. The gateway's rule is the same, by the times and the acceptance that its rounds show.
+    `standing_for` tells what one more token brings. It costs what a round has grown by with each token so far, in which
+    the texts grow at the present rate. Both depend on the threshold: the search settles them. The gateway's rule is the
+    same, by the times and the acceptance that its rounds show.
     """
     round_seconds_J = torch.tensor(costs.round_seconds).double()
     depth_J = torch.arange(len(round_seconds_J)).double()
-    stands_NTJ = judged.accepted_NTJ.double().cumprod(dim=-1)
+    stands_NTJ = judged.stands_NTJ(by_block)
     acceptance = float(stands_NTJ.sum() / (stands_NTJ[..., :-1].sum() + stands_NTJ[..., 0].numel()))
     threshold = 0.5
     for _ in range(_SETTLING):
-        tally = walk(judged, counts_at_threshold(predicted_NTJ, threshold)[None])
+        tally = walk(judged, counts_at_threshold(predicted_NTJ, threshold)[None], by_block)
         share_J = tally.drafted_RNJ.sum(dim=(0, 1)) / tally.drafted_RNJ.sum()
         seconds, drafted = float(share_J @ round_seconds_J), float(share_J @ depth_J)
         tokens = 1 + float(tally.accepted_RNJ.sum(dim=(0, 1)) @ depth_J) / float(tally.accepted_RNJ.sum())
         if drafted - 1 < _TELLING:
             break
         each = (seconds - costs.round_seconds[1]) / (drafted - 1)
-        least = each * tokens / (seconds * acceptance)
+        least = standing_for(each * tokens / seconds, acceptance, by_block)
         threshold = (threshold + min(max(least, _LEAST), _MOST)) / 2
     return threshold
 

@@ -14,7 +14,8 @@ import pytest
 from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.depth import DepthController
 from gateway.rounds.round_times import Load
-from gateway.sequence import DEEPEST
+from gateway.sequence import DEEPEST, Sequence
+from spire.v1.tensor_pb2 import RULE_BLOCK, RULE_INVARIANT, Rule, Sampling
 from tests.gateway.rounds.test_depth import HEAVY
 from tests.marks import thoroughly
 
@@ -110,6 +111,23 @@ def test_drafting_stops_sooner_where_a_token_costs_more() -> None:
             controller.observe(alone, k, 0.01 * (1 + each * k), [BlockResult(k, k, min(k, turn % 4))])
         least.append(controller.least_standing(alone, 4))
     assert 0.05 < least[0] < least[1] - 0.1 < 0.9
+
+
+def test_by_the_block_rule_drafting_goes_on_for_longer() -> None:
+    """There a token may make up for earlier ones."""
+    alone, controller = Load(1, HEAVY.context), DepthController()
+    for turn in range(200):
+        k = (1, 1, 4, 4)[turn % 4]
+        controller.observe(alone, k, 0.01 * (1 + 0.2 * k), [BlockResult(k, k, min(k, turn % 4))])
+    assert controller.least_standing(alone, 4, by_block=True) < controller.least_standing(alone, 4) - 0.05
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "by_block"), [(RULE_BLOCK, 0.7, True), (RULE_BLOCK, 0, False), (RULE_INVARIANT, 0.7, False)]
+)
+def test_texts_are_judged_by_block_where_they_are_drawn(rule: Rule, temperature: float, by_block: bool) -> None:
+    sequence = Sequence("s", [1], Sampling(temperature=temperature, rule=rule), max_tokens=1)
+    assert sequence.by_block == by_block
 
 
 def test_drafts_of_a_batch_do_not_stop_by_costs() -> None:

@@ -1,11 +1,15 @@
-"""A draft may stop where it likes if it looks at verified draft tokens alone; any other rule bends the output."""
+"""A draft may stop where it likes if it looks at verified draft tokens alone; any other rule bends the output. Where
+it should stop follows from what one more token brings.
+"""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from spire.decoding.sampling import Rule
+from spire.decoding.stopping import standing_for
 from spire.decoding.verification import SparseDistribution
 from tests.spire.decoding.test_verification import ALPHA, Stop, chain, every_rule, generate, p_values
 
@@ -46,3 +50,11 @@ def test_stopping_by_verified_draft_tokens_does_not_bend_the_output(rule: Rule) 
 def test_stopping_by_what_is_not_verified_bends_the_output(stop: Stop, rule: Rule) -> None:
     """A control for the test above."""
     assert least_p_value(stop, rule) < ALPHA
+
+
+@given(standing=st.floats(0.01, 1), rate=st.floats(0.5, 0.99))
+def test_a_block_stands_with_what_brings_the_gain(standing: float, rate: float) -> None:
+    by_rejection, by_block = standing * rate, standing - (1 - rate) * standing**2
+    assert standing_for(by_rejection, rate, False) == pytest.approx(standing)
+    assert standing_for(by_block, rate, True) == pytest.approx(standing, rel=1e-3)
+    assert standing_for(by_rejection, rate, True) <= standing * (1 + 1e-3)

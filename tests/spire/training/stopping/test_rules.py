@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from spire.checkpoints.weights import load_draft, save_stop_head
 from spire.cli import app
+from spire.decoding.sampling import Rule
+from spire.decoding.verification import SparseDistribution, verify
 from spire.model.config import StopHeadConfig
 from spire.model.stop_head import StopHead
 from spire.training.stopping import rules
@@ -26,6 +28,7 @@ from spire.training.stopping.rules import (
     walk,
 )
 from tests.conftest import FIXTURES
+from tests.spire.decoding.test_verification import sampled_rows
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
 OTHER = FIXTURES / "text" / "gibbon_memoirs.txt"
@@ -77,6 +80,28 @@ def test_a_walk_gives_the_mean_of_many_drawn_ones() -> None:
         assert abs(float(values_D.mean()) - float(expected)) < 4 * float(values_D.std()) / draws**0.5
 
 
+def drawn_by(p_DV: Tensor, q_DV: Tensor, texts: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draft tokens [N, D] of q, which like p has a row for each depth, and their p/q."""
+    tokens_ND = torch.multinomial(q_DV, texts, True, generator=torch.Generator().manual_seed(seed)).T
+    return tokens_ND, (p_DV / q_DV).gather(1, tokens_ND.T).T
+
+
+def test_the_weights_of_prefixes_are_what_the_block_rule_accepts() -> None:
+    """The mean of the weights over drafts is how many tokens it accepts; the rejection rule's mean is smaller."""
+    random_, N, K_, V = torch.Generator().manual_seed(4), 40_000, 3, 6
+    p_TV, q_KV = (torch.rand(rows, V, generator=random_).pow(3).add(0.01) for rows in (K_ + 1, K_))
+    p_TV, q_KV = p_TV / p_TV.sum(-1, keepdim=True), q_KV / q_KV.sum(-1, keepdim=True)
+    tokens_NK, ratio_NK = drawn_by(p_TV[:-1], q_KV, N, 5)
+    q, rows = SparseDistribution(None, q_KV.expand(N, K_, V)), sampled_rows(N, rule=Rule.BLOCK)
+    verdict = verify(p_TV.expand(N, -1, V), tokens_NK, torch.full((N,), K_), q, rows, torch.zeros(N).long())
+    texts = JudgedTexts(ratio_NK[:, None], None, ratio_NK, ratio_NK)
+    by_block_N, by_rejection_N = (texts.stands_NTJ(by_block).sum(dim=(1, 2)) for by_block in (True, False))
+    accepted_N = verdict.accepted_B.double()
+    error = 4 * float((accepted_N - by_block_N).std()) / N**0.5
+    assert abs(float((accepted_N - by_block_N).mean())) < error
+    assert float((accepted_N - by_rejection_N).mean()) > 2 * error
+
+
 def test_a_head_that_knows_saves_verifications_up_to_the_oracle() -> None:
     found = fronts("a", judged(True), 1.0, [Costs.linear("paper", K, 0.112, 0.0234)])
     _, low, _ = found.saved["head"]
@@ -109,6 +134,14 @@ def test_the_dearer_a_draft_token_the_sooner_the_cost_rule_stops() -> None:
     assert texts.predicted_NTJ is not None
     cheap, dear = (cost_threshold(texts, texts.predicted_NTJ, Costs.linear("", K, 1.0, draft)) for draft in (0.02, 0.4))
     assert cheap < dear
+
+
+def test_the_cost_rule_by_block_goes_on_where_by_rejection_it_stops() -> None:
+    texts = judged(True)
+    assert texts.predicted_NTJ is not None
+    costs = Costs.linear("", K, 1.0, 0.1)
+    by_block, by_rejection = (cost_threshold(texts, texts.predicted_NTJ, costs, rule) for rule in (True, False))
+    assert by_block < by_rejection
 
 
 def test_long_texts_are_judged_as_short_ones(
