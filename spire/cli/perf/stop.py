@@ -94,7 +94,7 @@ def eval_stop(
     found = [fronts(name, of_domain, temperature, costs, by_block) for name, of_domain in judged.items()]
     files = [file for one in found for file in _plotted(plot, one)] if plot else []
     if as_json:
-        told = {"stop": [asdict(one) for one in found], "costs": [asdict(one) for one in costs]}
+        told = {"stop": [asdict(one) for one in found], "by_block": by_block, "costs": [asdict(one) for one in costs]}
         return typer.echo(json.dumps(told | ({"plots": [str(file) for file in files]} if plot else {})))
     for one in found:
         _show(one)

@@ -187,3 +187,19 @@ def test_eval_stop_compares_the_rules_by_domain(stories_dir: Path, stopping_draf
     assert low < high
     for picture in ("stop", "calibration"):
         assert (tmp_path / f"{picture}_jowett_charmides.png").is_file()
+
+
+def test_eval_stop_judges_by_the_rule_that_is_asked_for(stories_dir: Path, stopping_draft_dir: Path) -> None:
+    """By the block rule at least as much is accepted, and at temperature 0 the same."""
+    pair = ["--model", str(stories_dir), "--draft", str(stopping_draft_dir), "--data", str(TEXT)]
+    small = [*pair, "--texts", "8", "--context", "40", "--generate", "32", "--k", "4", "--json"]
+
+    def verifications(*options: str) -> float:
+        done = CliRunner().invoke(app, ["eval", "stop", *small, *options], catch_exceptions=False)
+        told = json.loads(done.stdout)
+        assert told["by_block"] == ("--by-block" in options)
+        points = {(point["rule"], point["setting"]): point for point in told["stop"][0]["points"]}
+        return float(points["fixed", 4]["verification_rate"])
+
+    assert verifications("--by-block") < verifications() - 0.001
+    assert verifications("--by-block", "--temperature", "0") == verifications("--temperature", "0")
