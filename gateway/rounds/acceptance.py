@@ -19,8 +19,8 @@ class BlockResult(NamedTuple):
 class Acceptance:
     """Estimates, for each position of a block, the acceptance rate of draft tokens whose predecessors are accepted.
 
-    Under the block rule, a rate also depends on the tokens after its position, which is ignored: rounds of a greater
-    depth make τ of a smaller depth slightly too low.
+    Under the block rule the rates are the same, in the mean, whatever the depth of the rounds: the chance that a prefix
+    is kept does not depend on how much is drafted after it.
     """
 
     # Blocks to remember, and the fewest rounds: workloads drift, and a large batch has many blocks at once.

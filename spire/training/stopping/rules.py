@@ -40,8 +40,9 @@ _TELLING = 0.05
 
 
 class JudgedTexts(NamedTuple):
-    """Draft tokens [N, T, J]: p/q, the probability that each is accepted if those before it in its block are, by the
-    draft's head (None without a head), q of the token at temperature 1, and the entropy of q in nats."""
+    """Judged draft tokens [N, T, J]. `ratio_NTJ`: p/q. `predicted_NTJ`: the probability, by the draft's head, that a
+    token is accepted if those before it in its block are; None without a head. `q_NTJ`: at temperature 1.
+    `entropy_NTJ`: of q, in nats."""
 
     ratio_NTJ: Tensor
     predicted_NTJ: Tensor | None
